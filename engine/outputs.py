@@ -1,0 +1,123 @@
+"""Frozen, picklable values that cross from the engine thread to the event loop, and the errors of that door.
+
+EngineError
++-- QueueFull      the bounded inbox has no room: try again later (429)
++-- NotServing     the engine is starting, draining or dead (503)
++-- RequestFailed  this request failed inside the engine; others go on (500)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from engine.stats import RequestStats, StepStats
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineError(Exception):
+    """Base of what the engine tells a caller."""
+
+
+class QueueFull(EngineError):
+    """retry_after_s: a guess at when it is worth trying again."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotServing(EngineError):
+    pass
+
+
+class RequestFailed(EngineError):
+    pass
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Alternatives at one position, best first. Natural logarithms of the model's own distribution, before
+    penalties, bias and temperature."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one sequence gained since its last output.
+
+    token_ids: new output tokens, the one that ended it included.
+    logprobs: of the chosen tokens, one per token id.
+    top_logprobs: one per token id where the request asked for alternatives, else None.
+    finish_reason: set exactly once, on the last output of the sequence.
+    stop_token_id: the end-of-sequence or stop token that ended it; it is the last of token_ids and not text.
+    num_cached_tokens: prompt tokens found in the prefix cache (of the request's first sequence).
+    """
+
+    prompt_index: int
+    choice_index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One hand-over per step: everything the event loop learns from it.
+
+    outputs: per stream id, the outputs of its sequences."""
+
+    outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...] = ()
+    step: StepStats | None = None
+    finished: tuple[RequestStats, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's generation_config asks for; None where it is silent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about the loaded model that the front of the house needs."""
+
+    name: str  # short default name to serve it under
+    source: str  # folder, file or id it came from
+    architecture: str
+    max_model_len: int
+    vocab_size: int  # token ids that may be sent: [0, vocab_size)
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_parameters: int
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    num_threads: int
+    numeric_profile: dict[str, str] = field(
+        default_factory=dict
+    )  # spelled out; hashed into system_fingerprint
+    system_fingerprint: str = ""
+    batch_invariant: bool = True
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    load_seconds: dict[str, float] = field(default_factory=dict)  # where the start-up time went

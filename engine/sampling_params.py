@@ -1,0 +1,136 @@
+"""How one request wants its tokens chosen. Frozen, validated once; what needs the vocabulary is checked at
+the engine's door (`check_vocabulary`). Bounds follow OpenAI's API description and, where it is silent, vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MAX_N = 128
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096  # all stop strings together
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5  # at and below this, dividing by the temperature only loses digits
+
+
+class InvalidParameter(ValueError):
+    """A request field is out of bounds. `param` is its wire name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request; shared by its n sequences.
+
+    max_tokens: output tokens per sequence (None: what remains of max_model_len).
+    seed: int64; None draws a fresh one per request.
+    stop: strings searched in the text by the assembler, never by the engine.
+    logprobs: number of alternatives reported per token; None reports none.
+    penalties: presence and frequency over output tokens, repetition over prompt and output.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises InvalidParameter for every bound that does not need the vocabulary."""
+        _int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                "min_tokens",
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).",
+            )
+        _real("temperature", self.temperature, 0.0, math.inf)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        _int("top_k", self.top_k, -1, 2**63 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _int("seed", self.seed, -(2**63), 2**63 - 1)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
+            raise InvalidParameter(
+                "stop",
+                f"At most {MAX_STOP_STRINGS} stop strings of {MAX_STOP_CHARS} characters in all are allowed.",
+            )
+        if any(not s for s in self.stop):
+            raise InvalidParameter("stop", "A stop string must not be empty.")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParameter(
+                "stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed."
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter("logit_bias", f"At most {MAX_LOGIT_BIAS} logit_bias entries are allowed.")
+        for _, bias in self.logit_bias:
+            _real("logit_bias", bias, -100.0, 100.0)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidParameter if a token id in the parameters lies outside [0, vocab_size)."""
+        for token_id, _ in self.logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidParameter(
+                    "logit_bias",
+                    f"logit_bias has token id {token_id}, outside the vocabulary of {vocab_size} tokens.",
+                )
+        for token_id in self.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidParameter(
+                    "stop_token_ids",
+                    f"stop_token_ids has {token_id}, outside the vocabulary of {vocab_size} tokens.",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token always wins, whatever the seed."""
+        return self.temperature <= GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _int(param: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidParameter(
+            param, f"{param} must be an integer between {low} and {high}, got {_short(value)}."
+        )
+
+
+def _real(param: str, value: object, low: float, high: float) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not ok or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]  # ok narrows
+        bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise InvalidParameter(param, f"{param} must be a finite number {bound}, got {_short(value)}.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,60 @@
+"""Numbers that leave the engine thread: per step and per finished sequence. Times are seconds on the monotonic
+clock (time.monotonic), counts are since the last delivery unless named `num_*_total`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """State of the block pool at the end of a step; `*_total` count since start."""
+
+    num_blocks: int = 0
+    num_used_blocks: int = 0  # ref_count >= 1
+    num_cached_blocks: int = 0  # hashed, whether used or free
+    num_shared_blocks: int = 0  # ref_count >= 2
+    live_slots: int = 0  # distinct written slots in used blocks
+    block_copies_total: int = 0  # copy-on-write and partial-block reuse
+    copy_on_write_total: int = 0
+    evictions_total: int = 0
+    prefix_queries_total: int = 0  # prompt tokens looked up
+    prefix_hits_total: int = 0  # prompt tokens found
+    live_slot_steps_total: int = 0  # sum over steps of live_slots
+    used_slot_steps_total: int = 0  # sum over steps of block_size * num_used_blocks
+    min_utilization: float = 1.0  # smallest live_slots / (block_size * num_used_blocks) of any step
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One engine step."""
+
+    step_id: int
+    num_running: int
+    num_waiting: int
+    num_scheduled_seqs: int = 0
+    num_prompt_tokens: int = 0  # tokens computed that were prompt (or recomputed after preemption)
+    num_decode_tokens: int = 0
+    num_preemptions_total: int = 0
+    num_recomputed_tokens_total: int = 0  # tokens computed a second time after preemption
+    num_discarded_tokens_total: int = 0  # sampled past an abort or a stop
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+    cache: CacheStats = CacheStats()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One finished sequence. first_token_s is None if it ended before a token."""
+
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    arrival_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float
