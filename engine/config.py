@@ -61,9 +61,7 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     cpu_isa: CpuIsa = "auto"
-    num_threads: int | None = (
-        None  # None: the cores this process may use, minus one when there are more than two
-    )
+    num_threads: int | None = None  # None: the cores this process may use, minus one when there are more than two
 
 
 @dataclass(frozen=True, slots=True)

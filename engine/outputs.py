@@ -114,9 +114,7 @@ class ModelInfo:
     block_size: int
     kv_bytes_per_token: int
     num_threads: int
-    numeric_profile: dict[str, str] = field(
-        default_factory=dict
-    )  # spelled out; hashed into system_fingerprint
+    numeric_profile: dict[str, str] = field(default_factory=dict)  # spelled out; hashed into system_fingerprint
     system_fingerprint: str = ""
     batch_invariant: bool = True
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

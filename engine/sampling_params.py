@@ -84,9 +84,7 @@ class SamplingParams:
         if any(not s for s in self.stop):
             raise InvalidParameter("stop", "A stop string must not be empty.")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParameter(
-                "stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed."
-            )
+            raise InvalidParameter("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed.")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter("logit_bias", f"At most {MAX_LOGIT_BIAS} logit_bias entries are allowed.")
         for _, bias in self.logit_bias:
@@ -119,9 +117,7 @@ class SamplingParams:
 
 def _int(param: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(
-            param, f"{param} must be an integer between {low} and {high}, got {_short(value)}."
-        )
+        raise InvalidParameter(param, f"{param} must be an integer between {low} and {high}, got {_short(value)}.")
 
 
 def _real(param: str, value: object, low: float, high: float) -> None:
