@@ -1,0 +1,83 @@
+"""Attention over paged KV: what a step knows about its sequences, what a layer owns, what a backend can do.
+
+Knows nothing of schedulers or models. One `AttentionMetadata` is built per step and used by every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One ragged batch of prompt chunks and decodes.
+
+    Query i of sequence s stands at absolute position seq_lens[s] - query_len + i and sees keys up to itself.
+    Entries of block_tables past a sequence's length may be -1."""
+
+    block_tables: Tensor  # [num_seqs, max_blocks], int32
+    query_start_loc: Tensor  # [num_seqs + 1], int32: offsets of each sequence's queries in the flat batch
+    seq_lens: Tensor  # [num_seqs], int32: keys visible to the last query, itself included
+    slot_mapping: Tensor  # [num_tokens], int64: block_id * block_size + offset; negative: do not write
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention call of a model stores per token, and how it looks back."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None  # tokens a query sees, itself included; None: all
+    chunk: int | None = None  # attention within absolute chunks of this length; None: no chunks
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(slots=True)
+class PagedLayer:
+    """One attention call of the model: its cache views and the metadata of the step in progress.
+
+    Hangs on the attention module as `module.paged_layer`; owned by one engine. The views share one buffer per
+    layer, K then V inside each block (KERNELS.md section 6); what is inside a (block, head) is the backend's
+    private business."""
+
+    index: int
+    spec: LayerSpec
+    key_cache: Tensor | None = None  # [num_blocks, num_kv_heads, block_size, key_dim], strided over blocks
+    value_cache: Tensor | None = None  # [num_blocks, num_kv_heads, block_size, value_dim], strided over blocks
+    metadata: AttentionMetadata | None = None
+
+
+class AttentionBackend(Protocol):
+    """One interface, several equals: `reference` (pure torch oracle) and `native` (csrc)."""
+
+    name: str
+
+    def forward(
+        self,
+        query: Tensor,  # [num_tokens, num_query_heads, key_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, key_dim]
+        value: Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        layer: PagedLayer,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_query_heads]
+    ) -> Tensor:
+        """Write key and value through layer.metadata.slot_mapping, then attend over the block tables.
+
+        Returns [num_tokens, num_query_heads, value_dim] in query's dtype."""
+        ...
