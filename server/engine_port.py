@@ -1,0 +1,62 @@
+"""What the front of the house needs from an engine, as a protocol: `engine.async_engine.AsyncEngine` is the real
+one, tests bring fakes. Nothing here imports torch, so routes and their tests load in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.outputs import Delivery, ModelInfo, Phase, SequenceOutput
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+
+class Generation(Protocol):
+    """Outputs of one HTTP request; see `engine.stream.GenerationStream`."""
+
+    def __aiter__(self) -> Generation: ...
+
+    async def __anext__(self) -> tuple[SequenceOutput, ...]: ...
+
+    def finish(self, prompt_index: int, choice_index: int) -> None:
+        """The reader has all it wants of this sequence."""
+
+    def close(self) -> None:
+        """The reader leaves; idempotent."""
+
+
+class Engine(Protocol):
+    """One model. All methods are called on the event loop."""
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def hung(self) -> bool:
+        """True while a step takes longer than the configured limit."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Raises NotServing before the model is loaded."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises NotServing before the model is loaded."""
+
+    async def start(self) -> None:
+        """Raises StartError."""
+
+    async def drain(self, grace_s: float) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def wait_dead(self) -> None:
+        """Returns when the engine has died of an error of its own."""
+
+    def add_listener(self, callback: Callable[[Delivery], None]) -> None: ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+    ) -> Generation:
+        """Raises InvalidParameter, QueueFull or NotServing."""
