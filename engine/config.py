@@ -44,7 +44,7 @@ class CacheConfig:
 
     block_size: int = 16
     memory_bytes: int | None = None
-    memory_utilization: float = 0.9  # share of the memory that is available after loading, when sized by us
+    memory_utilization: float = 0.5  # share of the memory that is available after loading, when sized by us
     enable_prefix_caching: bool = True
 
 

@@ -1,0 +1,165 @@
+"""From an `EngineConfig` to the parts of a running engine: model, KV pool, scheduler, runner, facts.
+
+The one place where the storeys meet; runs once, in the engine thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from engine import ops
+from engine.attention.native import NativeAttention
+from engine.config import EngineConfig, StartError
+from engine.kv.cache import KVCache, bytes_per_token, num_blocks_for
+from engine.models.loader import LoadedModel, load_model
+from engine.outputs import ModelInfo
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagemill.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    runner: ModelRunner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `pagemill check` prints: where the memory goes and how many sequences it holds."""
+
+    info: ModelInfo
+    weight_bytes: int
+    kv_pool_bytes: int
+    num_pool_tokens: int
+
+    def concurrent_sequences(self, length: int) -> int:
+        """Sequences of `length` tokens that the pool holds at once, nothing shared."""
+        info = self.info
+        return info.num_blocks // -(-length // info.block_size)
+
+
+def load_engine(config: EngineConfig) -> EngineParts:
+    """Load, size the pool, build and warm up. Raises StartError with one sentence."""
+    torch.set_num_threads(num_threads(config))
+    ops.set_isa(config.device.cpu_isa)
+    model = load_model(config.model, config.device, backend=NativeAttention())
+    backbone = model.backbone
+    max_model_len = _wanted_model_len(config, model)
+    wanted = config.scheduler.max_num_seqs * max_model_len
+    num_blocks = num_blocks_for(config.cache, backbone.layers, backbone.dtype, wanted)
+    block_size = config.cache.block_size
+    max_model_len = _cap_to_pool(max_model_len, num_blocks * block_size)
+
+    started = time.monotonic()
+    kv_cache = KVCache(backbone.layers, num_blocks, block_size, backbone.dtype)
+    vocab_size = min(backbone.vocab_size, model.tokenizer.vocab_size)
+    runner = ModelRunner(
+        backbone,
+        kv_cache,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+    )
+    runner.warm_up(config.scheduler.max_num_batched_tokens)
+    seconds = {**model.load_seconds, "warm_up": time.monotonic() - started}
+    info = _describe(config, model, max_model_len, vocab_size, num_blocks, seconds)
+    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=num_blocks, max_model_len=max_model_len)
+    return EngineParts(runner, scheduler, model.tokenizer, info)
+
+
+def plan(config: EngineConfig) -> Plan:
+    """Load the model and report what it takes. Raises StartError."""
+    parts = load_engine(config)
+    parameters = parts.runner.backbone.num_parameters
+    return Plan(
+        info=parts.info,
+        weight_bytes=parameters * parts.runner.backbone.dtype.itemsize,
+        kv_pool_bytes=parts.runner.kv_cache.num_bytes,
+        num_pool_tokens=parts.info.num_blocks * parts.info.block_size,
+    )
+
+
+def num_threads(config: EngineConfig) -> int:
+    """Compute threads: as configured, else the cores this process may use, one left for the event loop if > 2."""
+    if config.device.num_threads is not None:
+        return config.device.num_threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores - 1 if cores > 2 else cores
+
+
+def _wanted_model_len(config: EngineConfig, model: LoadedModel) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return model.max_position
+    if wanted > model.max_position:
+        raise StartError(
+            f"--max-model-len {wanted} is longer than the {model.max_position} tokens this model was made for."
+        )
+    return wanted
+
+
+def _cap_to_pool(max_model_len: int, pool_tokens: int) -> int:
+    if pool_tokens < max_model_len:
+        logger.warning("max_model_len is cut from %d to the %d tokens the KV pool holds", max_model_len, pool_tokens)
+    return min(max_model_len, pool_tokens)
+
+
+def _describe(
+    config: EngineConfig,
+    model: LoadedModel,
+    max_model_len: int,
+    vocab_size: int,
+    num_blocks: int,
+    seconds: dict[str, float],
+) -> ModelInfo:
+    backbone = model.backbone
+    profile = {
+        "device": f"cpu-{platform.machine()}",
+        "isa": ops.isa(),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "quantization": "none",
+        "attention_backend": "native",
+        "parallel_size": "1",
+        "pagemill": _version("pagemill"),
+        "torch": torch.__version__,
+    }
+    spelled = "\n".join(f"{key}={value}" for key, value in sorted(profile.items()))
+    return ModelInfo(
+        name=model.name,
+        source=model.source,
+        architecture=model.architecture,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        dtype=profile["dtype"],
+        num_parameters=backbone.num_parameters,
+        num_blocks=num_blocks,
+        block_size=config.cache.block_size,
+        kv_bytes_per_token=bytes_per_token(backbone.layers, backbone.dtype),
+        num_threads=torch.get_num_threads(),
+        numeric_profile=profile,
+        system_fingerprint="fp_" + hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest(),
+        batch_invariant=backbone.batch_invariant,
+        sampling_defaults=model.sampling_defaults,
+        load_seconds=seconds,
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "0+source"

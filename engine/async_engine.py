@@ -1,0 +1,268 @@
+"""`AsyncEngine`: the engine as the event loop sees it. Admission, streams, phases; no sequences, no blocks, no text.
+
+All methods run on the event loop, except the callbacks that the engine thread hands over through
+`call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.assembly import EngineParts, load_engine
+from engine.config import EngineConfig, StartError
+from engine.loop import Abort, EngineLoop, Runner, Stop, Submit
+from engine.outputs import (
+    Delivery,
+    EngineError,
+    ModelInfo,
+    NotServing,
+    Phase,
+    QueueFull,
+    SequenceOutput,
+)
+from engine.sampling_params import InvalidParameter, SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Request
+from engine.stream import GenerationStream
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagemill.engine")
+
+
+class AsyncEngine:
+    """One model, one engine thread. Life: start -> generate... -> drain -> stop."""
+
+    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_engine) -> None:
+        self.config = config
+        self._load = load
+        self._phase = Phase.STARTING
+        self._parts: EngineParts | None = None
+        self._streams: dict[int, GenerationStream] = {}
+        self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
+        self._listeners: list[Callable[[Delivery], None]] = []
+        self._num_waiting = 0  # admitted sequences that have not produced a token
+        self._num_waiting_tokens = 0  # their prompt tokens
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._dead = asyncio.Event()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model in the engine thread and return when the first request may come.
+
+        Raises StartError with one sentence if it cannot."""
+        self._event_loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._event_loop.create_future()
+
+        def settle(error: BaseException | None) -> None:
+            if ready.done():
+                self._on_death(error)
+            elif error is None:
+                ready.set_result(None)
+            else:
+                ready.set_exception(error)
+
+        self._loop = EngineLoop(
+            self._load_parts,
+            pipeline_depth=self.config.scheduler.pipeline_depth,
+            deliver=lambda delivery: self._hand(self._on_delivery, delivery),
+            on_ready=lambda: self._hand(settle, None),
+            on_death=lambda error: self._hand(settle, error),
+        )
+        self._loop.start()
+        try:
+            await ready
+        except StartError:
+            self._phase = Phase.DEAD
+            raise
+        if self._phase is Phase.STARTING:
+            self._phase = Phase.READY
+
+    def _load_parts(self) -> tuple[Runner, Scheduler]:
+        self._parts = self._load(self.config)
+        return self._parts.runner, self._parts.scheduler
+
+    def _hand(self, callback: Callable[..., None], *args: object) -> None:
+        """Engine thread -> event loop; silent once the event loop is gone."""
+        if not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(callback, *args)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new work, let what is in flight finish for `grace_s` seconds, end the rest with an error."""
+        if self._phase in (Phase.STARTING, Phase.READY):
+            self._phase = Phase.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            self._end_all("The server is shutting down.")
+
+    async def stop(self) -> None:
+        """End the engine thread; a step in progress is finished first (at most a few seconds are waited)."""
+        self._end_all("The server is shutting down.")
+        if self._phase is not Phase.DEAD:
+            self._phase = Phase.DRAINING
+        self._loop.post(Stop())
+        await asyncio.to_thread(self._loop.join, 10.0)
+
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def hung(self) -> bool:
+        """True while one step takes longer than config.step_timeout_s."""
+        started = self._loop.step_started_s if self._phase is not Phase.STARTING else None
+        return started is not None and time.monotonic() - started > self.config.step_timeout_s
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._loaded.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    @property
+    def _loaded(self) -> EngineParts:
+        if self._parts is None:
+            raise NotServing("The model is still loading.")
+        return self._parts
+
+    async def wait_dead(self) -> None:
+        """Returns when the engine has died of an error of its own."""
+        await self._dead.wait()
+
+    def add_listener(self, callback: Callable[[Delivery], None]) -> None:
+        """`callback` runs on the event loop after each delivery."""
+        self._listeners.append(callback)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+    ) -> GenerationStream:
+        """Admit one HTTP request (all prompts x params.n, whole or not at all) and return its stream of outputs.
+
+        prompts: token ids; params.max_tokens None means what remains of max_model_len; label: the client's name
+        for the request, only for logs. Raises InvalidParameter, QueueFull or NotServing."""
+        if self._phase is not Phase.READY:
+            raise NotServing(f"The engine is {self._phase.value}.")
+        self._check(prompts, params)
+        num_sequences = len(prompts) * params.n
+        num_tokens = sum(map(len, prompts)) * params.n
+        self._admit(num_sequences, num_tokens)
+        now = time.monotonic()
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stream_id = next(self._stream_ids)
+        stream = GenerationStream(
+            stream_id, {i: len(p) for i, p in enumerate(prompts)}, params.n, on_abort=self._abort, label=label
+        )
+        requests = tuple(
+            Request(
+                stream_id=stream_id,
+                prompt_index=index,
+                token_ids=tuple(prompt),
+                params=self._resolve(params, len(prompt)),
+                seed=seed,
+                eos_token_ids=self.model_info.eos_token_ids,
+                cache_salt=cache_salt,
+                arrival_s=now,
+            )
+            for index, prompt in enumerate(prompts)
+        )
+        self._streams[stream_id] = stream
+        self._num_waiting += num_sequences
+        self._num_waiting_tokens += num_tokens
+        self._idle.clear()
+        self._loop.post(Submit(requests))
+        return stream
+
+    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        info = self.model_info
+        params.check_vocabulary(info.vocab_size)
+        if not prompts:
+            raise InvalidParameter("prompt", "At least one prompt is needed.")
+        for prompt in prompts:
+            if not prompt:
+                raise InvalidParameter("prompt", "The prompt must hold at least one token.")
+            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+                raise InvalidParameter(
+                    "prompt", f"The prompt holds a token id outside the vocabulary of {info.vocab_size} tokens."
+                )
+            wanted = 1 if params.max_tokens is None else params.max_tokens
+            if len(prompt) + wanted > info.max_model_len:
+                raise InvalidParameter(
+                    "prompt",
+                    f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
+                    f"{len(prompt) + wanted} tokens ({len(prompt)} in the prompt, {wanted} for the completion).",
+                )
+
+    def _resolve(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        if params.max_tokens is not None:
+            return params
+        return replace(params, max_tokens=self.model_info.max_model_len - prompt_len)
+
+    def _admit(self, num_sequences: int, num_tokens: int) -> None:
+        """The bound covers inbox and waiting together, in sequences and in prompt tokens."""
+        limits = self.config.scheduler
+        max_sequences = limits.max_waiting_requests + limits.max_num_seqs
+        if num_sequences > max_sequences or num_tokens > limits.max_waiting_tokens:
+            raise InvalidParameter(
+                "prompt",
+                f"One request may ask for at most {max_sequences} sequences (prompts x n) and "
+                f"{limits.max_waiting_tokens} prompt tokens, this one asks for {num_sequences} and {num_tokens}.",
+            )
+        if (
+            self._num_waiting + num_sequences > max_sequences
+            or self._num_waiting_tokens + num_tokens > limits.max_waiting_tokens
+        ):
+            raise QueueFull("The server is at its limit of waiting requests. Please try again later.")
+
+    def _abort(self, stream: GenerationStream, sequence: tuple[int, int] | None) -> None:
+        """Called by the stream when its reader stops a sequence or leaves."""
+        self._loop.post(Abort(stream.stream_id, sequence))
+        self._settle(stream)
+
+    # -- deliveries ---------------------------------------------------------------------------------------------
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        for stream_id, outputs in delivery.outputs:
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                stream.put(outputs)
+                self._settle(stream)
+        for listener in self._listeners:
+            listener(delivery)
+
+    def _settle(self, stream: GenerationStream) -> None:
+        """Keep the admission counts and the idle event true to the stream's state."""
+        num_sequences, num_tokens = stream.take_started()
+        self._num_waiting -= num_sequences
+        self._num_waiting_tokens -= num_tokens
+        if stream.ended and self._streams.pop(stream.stream_id, None) and not self._streams:
+            self._idle.set()
+
+    def _on_death(self, error: BaseException | None) -> None:
+        logger.critical("the engine died", exc_info=error)
+        self._phase = Phase.DEAD
+        self._end_all("The engine died while computing this request.")
+        self._dead.set()
+
+    def _end_all(self, message: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(message)
+            if self._phase is not Phase.DEAD:
+                self._loop.post(Abort(stream.stream_id))
+            self._settle(stream)
+
+
+__all__ = ["AsyncEngine", "EngineError", "GenerationStream", "SequenceOutput"]

@@ -1,0 +1,105 @@
+"""From a `ScheduledBatch` to tensors: the per-row host state and the flat batch of one forward.
+
+Knows rows, tokens and block tables; knows no model and no sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionMetadata
+from engine.batch import ScheduledBatch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class RowTable:
+    """Token ids and block table of every row, updated by the deltas of each batch."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # zeros, not empty: the pages of rows never used are never touched
+        self.token_ids: Int32Array = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
+        self.num_prompt_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        max_blocks = -(-(max_model_len + 1) // block_size)
+        self.block_table: Int32Array = np.full((num_rows, max_blocks), -1, dtype=np.int32)
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """freed_rows, new_rows, new_blocks, in that order."""
+        for row in batch.freed_rows:
+            self.block_table[row] = -1
+        for new in batch.new_rows:
+            self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
+            self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+            self.block_table[new.row] = -1
+            self.block_table[new.row, : len(new.block_tables[0])] = new.block_tables[0]
+        for blocks in batch.new_blocks:
+            self.block_table[blocks.row, blocks.start : blocks.start + len(blocks.block_ids)] = blocks.block_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tensors of one forward, flat over all scheduled tokens.
+
+    sampled: indices into ScheduledBatch.rows that sample, in the order of logits_source;
+    logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one)."""
+
+    input_ids: Tensor  # [num_tokens], int64
+    positions: Tensor  # [num_tokens], int64
+    metadata: AttentionMetadata
+    logits_indices: Tensor  # [num_logits], int64: flat token positions whose logits are needed
+    sampled: tuple[int, ...]
+    logits_source: Int64Array  # [len(sampled)]
+
+    @staticmethod
+    def build(batch: ScheduledBatch, table: RowTable) -> ForwardBatch:
+        """Gather ids, positions and slots of the scheduled tokens from the row table."""
+        computed = [i for i, r in enumerate(batch.rows) if r.num_scheduled]
+        rows = np.array([batch.rows[i].row for i in computed], dtype=np.int64)
+        starts = np.array([batch.rows[i].num_computed for i in computed], dtype=np.int64)
+        counts = np.array([batch.rows[i].num_scheduled for i in computed], dtype=np.int64)
+        ends = np.cumsum(counts)
+
+        row_of = np.repeat(rows, counts)  # [num_tokens]
+        positions = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+        blocks = table.block_table[row_of, positions // table.block_size].astype(np.int64)
+        slots = blocks * table.block_size + positions % table.block_size
+        seq_lens = starts + counts
+        max_seq_len = int(seq_lens.max())
+        num_blocks = -(-max_seq_len // table.block_size)
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        query_start_loc[1:] = ends
+        metadata = AttentionMetadata(
+            block_tables=torch.from_numpy(table.block_table[rows, :num_blocks]),
+            query_start_loc=torch.from_numpy(query_start_loc),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            slot_mapping=torch.from_numpy(slots),
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+        )
+        sampled, sources, flat = _logits_rows(batch, dict(zip(computed, (ends - 1).tolist(), strict=True)))
+        return ForwardBatch(
+            input_ids=torch.from_numpy(table.token_ids[row_of, positions].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            metadata=metadata,
+            logits_indices=torch.tensor(flat, dtype=torch.int64),
+            sampled=sampled,
+            logits_source=np.array(sources, dtype=np.int64),
+        )
+
+
+def _logits_rows(batch: ScheduledBatch, last_token: dict[int, int]) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """Which rows sample, from which logits row, and the flat token of each logits row."""
+    logits_row: dict[int, int] = {}  # index into batch.rows -> logits row
+    sampled, sources = [], []
+    for index, row in enumerate(batch.rows):
+        if row.logits_from is not None:
+            sampled.append(index)
+            sources.append(logits_row.setdefault(row.logits_from, len(logits_row)))
+    return tuple(sampled), sources, [last_token[i] for i in logits_row]

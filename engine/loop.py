@@ -1,0 +1,180 @@
+"""`EngineLoop`: the engine thread. Inbox -> schedule -> execute -> update -> one hand-over, until told to stop.
+
+It alone touches sequences, blocks and the device. It talks to the outside in two places: `post()` puts frozen
+commands in, `deliver` gets one frozen `Delivery` per step out. An exception inside a step ends the sequences of
+that step and nothing else; an exception anywhere else is a bug of ours and ends the engine, loudly.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.batch import ScheduledBatch, StepOutput
+from engine.outputs import Delivery, SequenceOutput
+from engine.scheduler import Scheduler
+from engine.sequence import Request
+from engine.stats import RequestStats
+
+logger = logging.getLogger("pagemill.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """All prompts of one HTTP request; they enter the waiting queue together."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a stream, or one sequence of it; nothing more of it is delivered."""
+
+    stream_id: int
+    sequence: tuple[int, int] | None = None  # (prompt_index, choice_index); None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Submit | Abort | Stop
+
+
+class Handle(Protocol):
+    def result(self) -> StepOutput: ...
+
+
+class Runner(Protocol):
+    def launch(self, batch: ScheduledBatch) -> Handle: ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step that has not been updated yet."""
+
+    batch: ScheduledBatch
+    handle: Handle
+    schedule_s: float
+    execute_s: float
+
+
+class EngineLoop(threading.Thread):
+    """start() loads through `load` in the thread itself, then serves until `Stop`.
+
+    on_ready and on_death are called from this thread; so is deliver."""
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Runner, Scheduler]],
+        *,
+        pipeline_depth: int,
+        deliver: Callable[[Delivery], None],
+        on_ready: Callable[[], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(name="pagemill-engine", daemon=True)
+        self._load = load
+        self._pipeline_depth = pipeline_depth
+        self._deliver = deliver
+        self._on_ready = on_ready
+        self._on_death = on_death
+        self._inbox: deque[Command] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._in_flight: deque[Flight] = deque()
+        self.step_started_s: float | None = None  # read by the event loop: a step that hangs shows here
+
+    def post(self, command: Command) -> None:
+        """Thread-safe; never blocks. The bound of the inbox is kept at admission."""
+        self._inbox.append(command)
+        self._wake.set()
+
+    def run(self) -> None:
+        try:
+            self._runner, self._scheduler = self._load()
+            self._on_ready()
+            while not self._stopping:
+                self._receive()
+                self._step()
+        except BaseException as error:  # the single handler: whatever happened, waiting clients must hear of it
+            self._on_death(error)
+
+    def _receive(self) -> None:
+        """Wait until there is something to do, then empty the inbox."""
+        if not self._scheduler.has_work and not self._in_flight:
+            self._wake.wait()
+        self._wake.clear()
+        aborted = False
+        while self._inbox:
+            command = self._inbox.popleft()
+            match command:
+                case Submit(requests):
+                    for request in requests:
+                        self._scheduler.add(request)
+                case Abort(stream_id, sequence):
+                    self._scheduler.abort(stream_id, sequence)
+                    aborted = True
+                case Stop():
+                    self._stopping = True
+        if aborted and not self._scheduler.has_work:  # no step will follow to refresh the gauges
+            self._hand_over((), (), None)
+
+    def _step(self) -> None:
+        """schedule -> execute -> update -> deliver."""
+        started = time.monotonic()
+        batch = self._scheduler.schedule(started)
+        if batch is not None:
+            self.step_started_s = started
+            scheduled = time.monotonic()
+            try:
+                handle = self._runner.launch(batch)
+            except Exception as error:
+                self._fail(batch, error)
+                return
+            self._in_flight.append(Flight(batch, handle, scheduled - started, time.monotonic() - scheduled))
+        if self._in_flight and (batch is None or len(self._in_flight) >= self._pipeline_depth):
+            self._retire(self._in_flight.popleft())
+        if not self._in_flight:
+            self.step_started_s = None
+
+    def _retire(self, flight: Flight) -> None:
+        waited = time.monotonic()
+        try:
+            output = flight.handle.result()
+        except Exception as error:
+            self._fail(flight.batch, error)
+            return
+        flight.execute_s += time.monotonic() - waited
+        updated = time.monotonic()
+        outputs, finished = self._scheduler.update(flight.batch, output, updated)
+        self._hand_over(outputs, finished, (flight, time.monotonic() - updated))
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """Containment: the sequences of this step end with an error, everybody else goes on."""
+        logger.error("step %d failed; its requests end with an error", batch.step_id, exc_info=error)
+        self.step_started_s = None
+        message = "The engine failed while computing this request."
+        outputs, finished = self._scheduler.fail_step(batch, message, time.monotonic())
+        self._hand_over(outputs, finished, None)
+
+    def _hand_over(
+        self,
+        outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...],
+        finished: tuple[RequestStats, ...],
+        timing: tuple[Flight, float] | None,
+    ) -> None:
+        flight, update_s = timing if timing else (None, 0.0)
+        stats = self._scheduler.step_stats(
+            flight.batch if flight else None,
+            schedule_s=flight.schedule_s if flight else 0.0,
+            execute_s=flight.execute_s if flight else 0.0,
+            update_s=update_s,
+        )
+        self._deliver(Delivery(outputs=outputs, step=stats, finished=finished))

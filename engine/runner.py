@@ -1,0 +1,92 @@
+"""`ModelRunner`: one batch in, one token per sampling row out. Owns the per-row state and the KV tensors.
+
+No queues, no threads, no decisions: what to compute is in the `ScheduledBatch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import NewRow, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
+from engine.forward_batch import ForwardBatch, RowTable
+from engine.kv.cache import KVCache
+from engine.models.backbone import Backbone
+from engine.sampling.logits import RowContext
+from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """On the CPU the step is done when `launch` returns; the handle keeps the interface of devices that run on."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class ModelRunner:
+    """vocab_size: token ids that may be sampled, at most the model's."""
+
+    def __init__(
+        self, backbone: Backbone, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int, vocab_size: int
+    ) -> None:
+        self.backbone = backbone
+        self.kv_cache = kv_cache
+        self.table = RowTable(max_num_seqs, max_model_len, kv_cache.block_size)
+        self.sampler = Sampler(max_num_seqs, vocab_size)
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> StepHandle:
+        """Apply the deltas, copy blocks, run the model, sample, append the sampled tokens to their rows."""
+        self.table.apply(batch)
+        for new in batch.new_rows:
+            self.sampler.rows.set(new.row, new.params, new.seed_key, new.eos_token_ids)
+        self.kv_cache.copy_blocks(batch.block_copies)
+        forward = ForwardBatch.build(batch, self.table)
+        logits = self.backbone.forward(
+            forward.input_ids, forward.positions, forward.metadata, forward.logits_indices
+        )  # [num_logits, vocab], float32
+        outputs = [RowOutput()] * len(batch.rows)
+        if forward.sampled:
+            scheduled = [batch.rows[i] for i in forward.sampled]
+            contexts = [self._context(row) for row in scheduled]
+            sampled = self.sampler.sample(logits, forward.logits_source, [r.row for r in scheduled], contexts)
+            for index, row, output in zip(forward.sampled, scheduled, sampled, strict=True):
+                outputs[index] = output
+                end = row.num_computed + row.num_scheduled
+                self.table.token_ids[row.row, end : end + len(output.token_ids)] = output.token_ids
+        return StepHandle(StepOutput(batch.step_id, tuple(outputs)))
+
+    def _context(self, row: ScheduledRow) -> RowContext:
+        rows = self.sampler.rows
+        return RowContext(
+            params=rows.of(row.row),
+            token_ids=self.table.token_ids[row.row, : row.num_computed + row.num_scheduled],
+            num_prompt_tokens=int(self.table.num_prompt_tokens[row.row]),
+            eos_token_ids=rows.eos_token_ids[row.row],
+        )
+
+    def warm_up(self, max_num_batched_tokens: int) -> None:
+        """One step of one token and one of the full budget on block 0 and up, before anybody waits for it.
+
+        The blocks written are free and unhashed, so nothing reads them later."""
+        room = self.kv_cache.num_blocks * self.kv_cache.block_size
+        longest = self.table.token_ids.shape[1] - 1
+        for num_tokens in (1, min(max_num_batched_tokens, room, longest)):
+            num_blocks = -(-num_tokens // self.kv_cache.block_size)
+            new = NewRow(
+                row=0,
+                token_ids=(0,) * num_tokens,
+                num_prompt_tokens=num_tokens,
+                block_tables=(tuple(range(num_blocks)),),
+                params=SamplingParams(temperature=0.0),
+                seed_key=0,
+                eos_token_ids=(),
+            )
+            row = ScheduledRow(row=0, num_computed=0, num_scheduled=num_tokens, logits_from=0)
+            self.launch(ScheduledBatch(step_id=-1, new_rows=(new,), rows=(row,))).result()
+        self.table.apply(ScheduledBatch(step_id=-1, freed_rows=(0,)))
