@@ -1,0 +1,1 @@
+"""Where the tests' real models come from: GGUF files inside PyPI packages."""
