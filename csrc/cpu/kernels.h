@@ -1,0 +1,34 @@
+// The table of kernels that every instruction-set level fills in, and what its entries take.
+//
+// A kernel file (cpu/NAME.cpp) is compiled once per level, with that level's -m flags, into the namespace
+// pagemill::PAGEMILL_LEVEL. Because of that it includes neither torch nor the C++ library beyond <cstdint>, <cstddef>,
+// <cstring> and <cmath>'s builtins: an inline function shared by two levels is merged by the linker into one copy, and
+// the copy with AVX-512 in it would run on a machine that has none. Helpers go into an anonymous namespace or the level's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/cache.h"
+
+// One line per kernel: its name and parameters. All return nothing.
+#define PAGEMILL_KERNELS(KERNEL) \
+  KERNEL(write_cache, (const pagemill::CacheWrite& args, int64_t token_begin, int64_t token_end))
+
+namespace pagemill {
+
+struct KernelTable {
+#define PAGEMILL_POINTER(name, parameters) void(*name) parameters;
+  PAGEMILL_KERNELS(PAGEMILL_POINTER)
+#undef PAGEMILL_POINTER
+};
+
+}  // namespace pagemill
+
+#ifdef PAGEMILL_LEVEL
+namespace pagemill::PAGEMILL_LEVEL {
+#define PAGEMILL_DECLARE(name, parameters) void name parameters;
+PAGEMILL_KERNELS(PAGEMILL_DECLARE)
+#undef PAGEMILL_DECLARE
+}  // namespace pagemill::PAGEMILL_LEVEL
+#endif
