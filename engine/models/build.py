@@ -1,0 +1,141 @@
+"""From a config and a stream of named tensors to a transformers tree with its weights in place.
+
+The tree is built on the device with initialisation switched off, not on meta: constructors then compute the
+buffers that no checkpoint holds (rotary frequencies, embedding scales) correctly, and parameters cost only
+untouched address space until the checkpoint's tensors take their place, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import LoadStateDictConfig, local_torch_dtype
+
+from engine.config import StartError
+from engine.models.allow import float32_parameters, model_class
+
+NOISE_STD = 0.02  # of dummy weights
+
+
+def build_tree(config: Any, dtype: torch.dtype, implementation: str) -> Any:
+    """The ForCausalLM tree for `config`, parameters uninitialised, buffers right, ready for inference.
+
+    Raises StartError if the attention implementation did not take."""
+    cls = model_class(config)
+    config._attn_implementation = implementation
+    with local_torch_dtype(dtype), no_init_weights():
+        tree = cls(config)
+    tree.tie_weights(recompute_mapping=False)
+    if tree.config._attn_implementation != implementation:
+        raise StartError(f"Model type {config.model_type!r} refused the attention implementation {implementation!r}.")
+    for name, part in (*tree.named_parameters(), *tree.named_buffers()):
+        if part.is_meta:
+            raise StartError(f"{name} of model type {config.model_type!r} has no storage after building the model.")
+    tree.requires_grad_(False)
+    return tree.eval()
+
+
+def assign_weights(tree: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+    """Put checkpoint tensors in the place of the tree's parameters, without a copy where dtypes agree.
+
+    Names are those of transformers' checkpoints; where a checkpoint is laid out otherwise than the modules
+    (expert lists against fused experts), transformers' own conversion does the work.
+    Raises StartError on missing tensors and unexpected shapes."""
+    slots = dict(tree.state_dict(keep_vars=True))
+    missing, strangers = set(slots), dict[str, Tensor]()
+    keep_float32 = float32_parameters(tree, dtype)
+    for name, tensor in tensors:
+        target = name if name in slots else _language_name(name, slots)
+        if target is None:
+            strangers[name] = tensor
+            continue
+        wanted = torch.float32 if any(part in target for part in keep_float32) else dtype
+        _place(tree, target, slots[target], tensor.to(wanted))
+        missing.discard(target)
+    _tie(tree, missing)
+    if missing and strangers:
+        missing = _convert(tree, missing, strangers, dtype)
+    if missing:
+        raise StartError(
+            f"The weights lack {len(missing)} of {len(slots)} tensors that a {type(tree).__name__} needs, the first "
+            f"being {min(missing)}."
+        )
+
+
+def _language_name(name: str, slots: dict[str, Any]) -> str | None:
+    """A multimodal checkpoint's name for a tensor of its language model, or a bare base model's, as ours."""
+    for prefix, replacement in (
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("", "model."),
+        ("", "transformer."),
+    ):
+        candidate = replacement + name.removeprefix(prefix) if name.startswith(prefix) else None
+        if candidate in slots:
+            return candidate
+    return None
+
+
+def _place(tree: nn.Module, name: str, slot: Tensor, tensor: Tensor) -> None:
+    if tensor.shape != slot.shape:
+        raise StartError(f"Tensor {name} has shape {list(tensor.shape)}, but config.json implies {list(slot.shape)}.")
+    path, _, leaf = name.rpartition(".")
+    owner = tree.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _tie(tree: Any, missing: set[str]) -> None:
+    """Share tensors the config declares tied; a tied name is not missing if its partner is there."""
+    tied: dict[str, str] = dict(tree.all_tied_weights_keys)
+    tree.tie_weights(missing_keys=missing, recompute_mapping=False)
+    for target, source in tied.items():
+        if target not in missing or source not in missing:
+            missing -= {target, source}
+
+
+def _convert(tree: Any, missing: set[str], strangers: dict[str, Tensor], dtype: torch.dtype) -> set[str]:
+    """Let transformers rename, merge and split what did not match by name. Returns what is still missing."""
+    load = LoadStateDictConfig(dtype=dtype, weight_mapping=get_model_conversion_mapping(tree))
+    result = convert_and_load_state_dict_in_model(tree, strangers, load)
+    info = result[0] if isinstance(result, tuple) else result
+    if info.conversion_errors:
+        raise StartError(f"The weights could not be converted: {next(iter(info.conversion_errors.values()))}.")
+    tree.requires_grad_(False)
+    return missing & set(info.missing_keys)
+
+
+def fill_dummy(tree: nn.Module, seed: int) -> None:
+    """Cheap reproducible weights: one block of noise, repeated. Norm weights and biases stay neutral."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(1 << 18, generator=generator) * NOISE_STD
+    for module in tree.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2:
+                _tile(parameter, noise)
+            elif isinstance(module, nn.LayerNorm) and name == "weight":
+                parameter.fill_(1.0)
+            elif name == "bias" or not _is_neutral(parameter):
+                parameter.zero_()
+
+
+def _is_neutral(parameter: Tensor) -> bool:
+    """Still what a constructor put there (ones or zeros), not uninitialised memory."""
+    return bool(((parameter == 0) | (parameter == 1)).all())
+
+
+def _tile(parameter: Tensor, noise: Tensor) -> None:
+    flat = parameter.view(-1)
+    source = noise.to(parameter.dtype)
+    for start in range(0, flat.numel(), noise.numel()):
+        piece = flat[start : start + noise.numel()]
+        piece.copy_(source[: piece.numel()])

@@ -1,0 +1,86 @@
+"""Rotary cos and sin as table rows instead of trigonometry per step.
+
+The table is filled by the model's own module, so every rope type that depends on the position alone is served
+exactly. It also keeps batch invariance: torch's vectorised cos and sin treat the tail of an array by another
+routine, so a position's bits would depend on where in the batch it stands. Here each position is computed
+once, in pieces of fixed size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+PIECE = 64  # positions computed at once: at most 32,768 elements, which torch does not split over threads
+INITIAL_POSITIONS = 2048
+
+
+class RopeTable(nn.Module):
+    """Stands in for a rotary embedding module: forward(x, position_ids[, layer_type]) -> (cos, sin).
+
+    source: the module replaced; it fills the tables. limit: positions, in tokens."""
+
+    def __init__(self, source: nn.Module, layer_types: tuple[str, ...], dtype: torch.dtype, limit: int) -> None:
+        super().__init__()
+        self._source = (source,)  # in a tuple: not a submodule, so a walk over the tree does not meet it
+        self._keys: tuple[str | None, ...] = layer_types or (None,)
+        self._dtype = dtype
+        self._limit = limit
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._num_positions = 0
+        self.cover(min(INITIAL_POSITIONS, limit))
+
+    def cover(self, num_positions: int) -> None:
+        """Make positions [0, num_positions) available; the table doubles, rows once computed never change."""
+        if num_positions <= self._num_positions:
+            return
+        wanted = max(num_positions, min(self._limit, 2 * self._num_positions))
+        wanted = -(-wanted // PIECE) * PIECE
+        for key in self._keys:
+            pieces = [self._tables[key]] if key in self._tables else []
+            pieces += [self._compute(key, start) for start in range(self._num_positions, wanted, PIECE)]
+            cos, sin = zip(*pieces, strict=True)
+            self._tables[key] = (torch.cat(cos), torch.cat(sin))
+        self._num_positions = wanted
+
+    @torch.no_grad()
+    def _compute(self, key: str | None, start: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, start + PIECE).unsqueeze(0)
+        like = torch.empty(1, 1, 1, dtype=self._dtype)
+        options: dict[str, Any] = {} if key is None else {"layer_type": key}
+        cos, sin = self._source[0](like, positions, **options)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        cos, sin = self._tables[layer_type]  # [num_positions, rotary_dim], dtype of x
+        return functional.embedding(position_ids, cos), functional.embedding(position_ids, sin)
+
+
+def rope_layer_types(module: nn.Module) -> tuple[str, ...] | None:
+    """The layer types a rotary module distinguishes, () if one set serves all; None: not a rotary module.
+
+    Recognised by structure: frequency buffers and a rope_type, nothing trained."""
+    names = [name for name, _ in module.named_buffers(recurse=False)]
+    if not any(name.endswith("inv_freq") for name in names) or any(True for _ in module.parameters()):
+        return None
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, str):
+        return ()
+    if isinstance(rope_type, dict):
+        return tuple(cast("dict[str, str]", rope_type))
+    return None
+
+
+def matches(table: RopeTable, source: nn.Module, dtype: torch.dtype) -> bool:
+    """True if the table answers as the module does, at scattered positions, to float32 rounding."""
+    positions = torch.tensor([[0, 1, 7, 200, 511, 1023]])
+    like = torch.empty(1, 1, 1, dtype=dtype)
+    for key in table._keys:
+        options: dict[str, Any] = {} if key is None else {"layer_type": key}
+        for ours, theirs in zip(table(like, positions, **options), source(like, positions, **options), strict=True):
+            if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=0):
+                return False
+    return True
