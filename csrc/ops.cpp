@@ -11,6 +11,8 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def(
       "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping) -> ()");
+  library.def("pack_linear(Tensor weight) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
 }
 
 // Ops without tensors belong to no device.
@@ -22,4 +24,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("reshape_and_cache", TORCH_BOX(&pagemill::reshape_and_cache));
+  library.impl("pack_linear", TORCH_BOX(&pagemill::pack_linear));
+  library.impl("linear", TORCH_BOX(&pagemill::linear));
 }

@@ -68,3 +68,30 @@ def reshape_and_cache(
 
     The order of elements inside a (block, head) is private to csrc (csrc/cpu/cache.h)."""
     _ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
+# ---- linear layers --------------------------------------------------------------------------------------------
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """The weight [out_features, in_features] (float32 or bfloat16) in the order `linear` reads: panels of 32 output
+    features, zero-padded. Packed once at load; the layout is the same at every instruction-set level."""
+    packed: Tensor = _ops.pack_linear(weight)
+    return packed
+
+
+def linear(
+    x: Tensor,  # [M, in_features] in the weight's dtype; the last dimension contiguous, rows at any stride
+    packed: Tensor,  # from pack_linear
+    bias: Tensor | None,  # [out_features], float32 or bfloat16
+    out_features: int,
+    *,
+    out_dtype: torch.dtype | None = None,  # float32, or the dtype of x (None)
+) -> Tensor:  # [M, out_features]
+    """x @ weight.T + bias, accumulated in float32 in ascending order of in_features, rounded once.
+
+    A row's bits do not depend on the other rows, their number, or the number of threads."""
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise RuntimeError(f"pagemill.linear: out_dtype: wanted torch.float32 or {x.dtype}, got {out_dtype}")
+    out: Tensor = _ops.linear(x, packed, bias, out_features, out_dtype is torch.float32)
+    return out

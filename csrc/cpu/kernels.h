@@ -10,10 +10,13 @@
 #include <cstdint>
 
 #include "cpu/cache.h"
+#include "cpu/linear.h"
 
 // One line per kernel: its name and parameters. All return nothing.
 #define PAGEMILL_KERNELS(KERNEL) \
-  KERNEL(write_cache, (const pagemill::CacheWrite& args, int64_t token_begin, int64_t token_end))
+  KERNEL(write_cache, (const pagemill::CacheWrite& args, int64_t token_begin, int64_t token_end)) \
+  KERNEL(pack_linear, (const pagemill::PackArgs& args, int64_t panel_begin, int64_t panel_end)) \
+  KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next))
 
 namespace pagemill {
 

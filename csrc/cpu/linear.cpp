@@ -8,12 +8,11 @@
 // Layout: panels of 32 output features. A step of K is one line of 32 floats, or of 32 bfloat16 pairs (k, k+1),
 // which is at once an operand of vdpbf16ps and a row of an AMX B tile. Rows of x are interleaved the same way
 // ([step][row]), so the inner loop reads two sequential streams whatever the strides of x are.
-#include "linear.h"
+#include "cpu/kernels.h"
+#include "cpu/scratch.h"
+#include "cpu/vec.h"
 
-#include "scratch.h"
-#include "vec.h"
-
-namespace pagemill::PAGEMILL_ISA {
+namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
@@ -187,17 +186,17 @@ void interleave(const typename Type::T* x, int64_t stride, int rows, int64_t ste
 }
 
 template <class Type, typename Out>
-void run_pieces(const LinearArgs& a, std::atomic<int64_t>& next) {
+void run_pieces(const LinearArgs& a, int64_t* next) {
   using T = typename Type::T;
   using X = typename Type::X;
   const Plan plan(a, packed_steps(a.in_features, a.bf16) * int64_t(sizeof(X)));
-  X* interleaved = static_cast<X*>(thread_scratch(std::size_t(plan.block_rows * plan.steps) * sizeof(X)));
+  X* interleaved = static_cast<X*>(thread_scratch(size_t(plan.block_rows * plan.steps) * sizeof(X)));
   const char* packed = static_cast<const char*>(a.packed);
   alignas(64) float sums[kMaxRows * kPanelColumns];
   int64_t held = -1;
 
   for (;;) {
-    int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
+    int64_t piece = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
     if (piece >= plan.blocks * plan.runs) return;
     int64_t block = piece / plan.runs, first = block * plan.block_rows;
     int64_t rows = a.rows - first < plan.block_rows ? a.rows - first : plan.block_rows;
@@ -256,10 +255,10 @@ void pack_linear(const PackArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-void linear(const LinearArgs& a, std::atomic<int64_t>& next) {
+void linear(const LinearArgs& a, int64_t* next) {
   if (!a.bf16) return run_pieces<Float32, float>(a, next);
   if (a.out_bf16) return run_pieces<Bfloat16, uint16_t>(a, next);
   return run_pieces<Bfloat16, float>(a, next);
 }
 
-}  // namespace pagemill::PAGEMILL_ISA
+}  // namespace pagemill::PAGEMILL_LEVEL

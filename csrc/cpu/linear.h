@@ -1,7 +1,6 @@
-// The linear layer's kernel, one entry per ISA level. Pure C++ over raw pointers; threads are the caller's.
+// What the linear layer's kernels take, and the layout of packed weights.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 namespace pagemill {
@@ -32,10 +31,5 @@ struct LinearArgs {
   bool bf16, out_bf16;
   int threads;  // how many workers will call linear(): a hint for the size of a piece of work, never for arithmetic
 };
-
-// Packs panels [begin, end).
-using PackLinear = void (*)(const PackArgs& args, int64_t begin, int64_t end);
-// Takes pieces of work from `next` (starting at 0) until none is left. Any number of workers may share it.
-using Linear = void (*)(const LinearArgs& args, std::atomic<int64_t>& next);
 
 }  // namespace pagemill

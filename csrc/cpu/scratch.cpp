@@ -1,6 +1,6 @@
 // Large malloc blocks come from mmap and are given back on free: a kernel that allocates its workspace per call
 // pays page faults for all of it each time. So every worker keeps one growing buffer.
-#include "scratch.h"
+#include "cpu/scratch.h"
 
 #include <cstdint>
 #include <new>

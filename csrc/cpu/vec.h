@@ -15,13 +15,13 @@
 #include <immintrin.h>
 #endif
 
-#ifndef PAGEMILL_ISA
-#error "compile with -DPAGEMILL_ISA=<level>"
+#ifndef PAGEMILL_LEVEL
+#error "compile with -DPAGEMILL_LEVEL=<level>"
 #endif
 
 #define PAGEMILL_INLINE inline __attribute__((always_inline))
 
-namespace pagemill::PAGEMILL_ISA {
+namespace pagemill::PAGEMILL_LEVEL {
 
 #if defined(__AVX512F__)
 constexpr int kVecBytes = 64;
@@ -118,4 +118,4 @@ PAGEMILL_INLINE void store_part(T* to, vf v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = lanes[i];
 }
 
-}  // namespace pagemill::PAGEMILL_ISA
+}  // namespace pagemill::PAGEMILL_LEVEL

@@ -1,0 +1,88 @@
+// pack_linear and linear: argument checks, output tensors, threads.
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "check.h"
+#include "cpu/isa.h"
+#include "op_list.h"
+
+namespace pagemill {
+namespace {
+
+// Below this many multiply-adds a second thread costs more to wake than it saves.
+constexpr int64_t kWorkPerThread = 1 << 17;
+
+std::vector<float> read_bias(const char* op, const std::optional<Tensor>& bias, int64_t out_features) {
+  if (!bias.has_value()) return {};
+  check_cpu(op, "bias", *bias);
+  check_shape(op, "bias", *bias, "[out_features]", {out_features});
+  check_contiguous(op, "bias", *bias);
+  std::vector<float> values(static_cast<size_t>(out_features));
+  if (element_type(op, "bias", *bias) == ElementType::f32) {
+    std::memcpy(values.data(), bytes_of(*bias), values.size() * sizeof(float));
+  } else {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(bytes_of(*bias));
+    for (size_t i = 0; i < values.size(); ++i) {
+      const uint32_t bits = static_cast<uint32_t>(halves[i]) << 16;
+      std::memcpy(&values[i], &bits, sizeof(float));
+    }
+  }
+  return values;
+}
+
+}  // namespace
+
+Tensor pack_linear(const Tensor weight) {
+  const char* op = "pack_linear";
+  check_cpu(op, "weight", weight);
+  check_shape(op, "weight", weight, "[out_features, in_features]", {-1, -1});
+  check_rows(op, "weight", weight);
+  const bool bf16 = element_type(op, "weight", weight) == ElementType::bf16;
+  const int64_t n = weight.size(0), k = weight.size(1);
+  if (n < 1 || k < 1) fail(op, "weight", "wanted at least one row and one column, got ", shape_text(weight));
+  const int64_t panels = (n + kPanelColumns - 1) / kPanelColumns, steps = packed_steps(k, bf16);
+  const std::vector<int64_t> shape = bf16 ? std::vector<int64_t>{panels, steps, kPanelColumns, 2}
+                                          : std::vector<int64_t>{panels, steps, kPanelColumns};
+  Tensor packed = torch::stable::new_empty(weight, shape);
+  const PackArgs args{bytes_of(weight), weight.stride(0), mutable_bytes_of(packed), n, k, bf16};
+  const KernelTable& table = kernels();
+  torch::stable::parallel_for(0, panels, 4, [&](int64_t begin, int64_t end) { table.pack_linear(args, begin, end); });
+  return packed;
+}
+
+Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
+              bool float32_out) {
+  const char* op = "linear";
+  check_cpu(op, "x", x);
+  check_cpu(op, "packed", packed);
+  check_shape(op, "x", x, "[rows, in_features]", {-1, -1});
+  check_rows(op, "x", x);
+  const bool bf16 = element_type(op, "x", x) == ElementType::bf16;
+  check_dtype(op, "packed", packed, x.scalar_type());
+  check_contiguous(op, "packed", packed);
+  const int64_t rows = x.size(0), k = x.size(1), steps = packed_steps(k, bf16);
+  if (out_features < 1) fail(op, "out_features", "wanted at least 1, got ", out_features);
+  const int64_t panels = (out_features + kPanelColumns - 1) / kPanelColumns;
+  if (bf16) {
+    check_shape(op, "packed", packed, "[out_features / 32, pairs of in_features, 32, 2]", {panels, steps, kPanelColumns, 2});
+  } else {
+    check_shape(op, "packed", packed, "[out_features / 32, in_features, 32]", {panels, steps, kPanelColumns});
+  }
+  const std::vector<float> bias_values = read_bias(op, bias, out_features);
+  const bool bf16_out = bf16 && !float32_out;
+  Tensor out = torch::stable::new_empty(x, {rows, out_features}, bf16_out ? ScalarType::BFloat16 : ScalarType::Float);
+  if (rows == 0) return out;
+
+  const int64_t useful = rows * out_features * k / kWorkPerThread + 1;
+  const int64_t most = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t threads = useful < most ? useful : most;
+  const LinearArgs args{bytes_of(x), x.stride(0), bytes_of(packed), bias_values.empty() ? nullptr : bias_values.data(),
+                        mutable_bytes_of(out), rows, k, out_features, bf16, bf16_out, static_cast<int>(threads)};
+  const KernelTable& table = kernels();
+  int64_t next = 0;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { table.linear(args, &next); });
+  return out;
+}
+
+}  // namespace pagemill
