@@ -7,7 +7,6 @@ every sequence preempted at least once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.assembly import EngineParts, load_engine
-from engine.batch import ScheduledBatch
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from tests.engine.harness import Generated, Harness
+from tests.engine.preempting import load_preempting
 from tests.models import MODELS, model_file
 
 NUM_NEW = 64
@@ -37,27 +34,6 @@ TEXTS = (
     "The three laws of thermodynamics state that",
     "In the beginning",
 )
-
-
-class PreemptingScheduler(Scheduler):
-    """Preempts every running sequence each time `period` steps have passed."""
-
-    period = 9
-
-    def schedule(self, now: float) -> ScheduledBatch | None:
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls % self.period == 0:
-            self.preempt_all()
-        return super().schedule(now)
-
-
-def load_preempting(config: EngineConfig) -> EngineParts:
-    parts = load_engine(config)
-    info = parts.info
-    scheduler = PreemptingScheduler(
-        config.scheduler, config.cache, num_blocks=info.num_blocks, max_model_len=info.max_model_len
-    )
-    return replace(parts, scheduler=scheduler)
 
 
 def config_of(path: Path, *, budget: int = 2048, chunk: int = 2048, prefix_caching: bool = True) -> EngineConfig:

@@ -1,0 +1,66 @@
+"""Tiny random-weight model folders, made on the spot: config.json, model.safetensors, tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 320
+
+# widths 1000 and 60 on purpose: vectors do not divide them, so tails show
+TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(hidden_size=1000, intermediate_size=60, num_attention_heads=10, num_key_value_heads=5, head_dim=20),
+    "qwen2": dict(hidden_size=60, intermediate_size=1000, num_attention_heads=3, num_key_value_heads=3),
+    "qwen3": dict(hidden_size=60, intermediate_size=100, num_attention_heads=6, num_key_value_heads=2, head_dim=16),
+    "gemma3_text": dict(
+        hidden_size=60,
+        intermediate_size=100,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
+
+
+def tiny_folder(parent: Path, kind: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a two-layer float32 model of `kind` (a key of TINY) and return its folder."""
+    folder = parent / f"tiny-{kind}-{seed}"
+    if folder.exists():
+        return folder
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    settings |= TINY[kind] | overrides
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=torch.float32)
+    with torch.no_grad():  # the default init is so flat that attention hardly matters
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.0 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder, safe_serialization=True)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, no merges: every byte is a token; ids 0-2 are <pad>, <s>, </s>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate(alphabet)}
+    vocab |= {f"<unused{i}>": i for i in range(len(vocab), VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    return tokenizer
