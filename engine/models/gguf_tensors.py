@@ -1,0 +1,83 @@
+"""GGUF tensors as transformers' parameters: the names, and the two ways in which the stored numbers differ.
+
+* Rotary pairs. Files made for llama.cpp's first rotary kernel hold each head's q and k rows as pairs
+  (0, half), (1, half + 1), ...; transformers rotates row i with row i + half, so the rows are put back.
+* Gemma's norms multiply by 1 + weight; the file stores the sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.models.dequantize import dequantize
+from engine.models.gguf import GgufError, GgufFile, TensorInfo
+from engine.models.gguf_config import Family, HfConfig
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_DERIVED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def parameter_names(gguf: GgufFile) -> dict[str, str]:
+    """GGUF tensor name -> transformers parameter name, for every tensor that is one. Raises GgufError for tensors
+    that no parameter takes: leaving weights out would answer nonsense."""
+    names = {name: _parameter_name(name, gguf.tensors) for name in gguf.tensors if name not in _DERIVED}
+    unknown = [name for name, parameter in names.items() if parameter is None]
+    if unknown:
+        raise GgufError(f"{gguf.path} has the tensor {unknown[0]}, which has no place in a known model.")
+    return {name: parameter for name, parameter in names.items() if parameter is not None}
+
+
+def parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig, dtype: torch.dtype) -> Tensor:
+    """One tensor as transformers has it: [*info.shape] dtype, memory of its own."""
+    offset = kind.norm_offset if info.name.endswith("norm.weight") else 0.0
+    value = dequantize(gguf.data(info.name), info.kind, info.shape, torch.float32 if offset else dtype)
+    if offset:
+        value = (value - offset).to(dtype)
+    if kind.permuted and ".attn_q." in info.name:
+        return _rows_of_halves(value, config["num_attention_heads"])
+    if kind.permuted and ".attn_k." in info.name:
+        return _rows_of_halves(value, config["num_key_value_heads"])
+    return value
+
+
+def _parameter_name(name: str, tensors: Mapping[str, TensorInfo]) -> str | None:
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{suffix}"
+    found = _LAYER_NAME.fullmatch(name)
+    if not found or found[2] not in _LAYER:
+        return None
+    layer, part = found[1], _LAYER[found[2]]
+    if found[2] == "ffn_norm" and f"blk.{layer}.post_attention_norm.weight" in tensors:
+        part = "pre_feedforward_layernorm"  # a norm before and after each half of the layer
+    if found[2] == "ffn_up" and f"blk.{layer}.ffn_gate.weight" not in tensors:
+        part = "mlp.gate_up_proj"  # gate and up in one matrix, gate first
+    return f"model.layers.{layer}.{part}.{suffix}"
+
+
+def _rows_of_halves(value: Tensor, num_heads: int) -> Tensor:
+    """[heads * head_dim, ...], pairs of neighbours within a head -> pairs half a head apart."""
+    pairs = value.view(num_heads, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)

@@ -1,0 +1,154 @@
+"""Text to token ids and back, on the event loop's side of the house: no torch, no transformers.
+
+`Tokenizer` wraps a `tokenizers` object that is never changed after construction, so any thread may use it.
+`Detokenizer` and `StopMatcher` are the two hold-backs between sampled ids and text that may be sent: an
+unfinished UTF-8 character, and the beginning of a possible stop string. Both give, over any split of their
+input, the same text as over the whole.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from engine.stop_matcher import StopMatcher, StopStrings
+from engine.token_bytes import ByteTable
+
+__all__ = ["Detokenizer", "StopMatcher", "StopStrings", "Tokenizer"]
+
+
+class Tokenizer:
+    """One model's vocabulary.
+
+    vocab_size: ids known to the tokenizer lie in [0, vocab_size); a model may have more rows, which have no text.
+    eos_token_ids: every id that ends a text: the union of what generation_config, config, tokenizer and GGUF
+        metadata name.
+    chat_template: Jinja source of the default template, None if the model has none.
+    chat_templates: all named templates, the default one under "default".
+    special_tokens: "bos_token", "eos_token", ... -> text, as templates expect them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.chat_templates: Mapping[str, str] = MappingProxyType(dict(chat_templates or {}))
+        self.chat_template = self.chat_templates.get("default")
+        self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens or {}))
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes = ByteTable(backend, added)
+        self._visible = ByteTable(backend, added, hidden=self._special)
+        self._with_control = backend
+        self._without_control = _without_control(backend, added, self.chat_template or "")
+        bos = self.special_tokens.get("bos_token")
+        self._bos_text = bos if bos and bos_token_id is not None and self._adds_bos(bos_token_id) else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        add_special_tokens: adds what the model expects around a text (BOS, mostly), once: text that already begins
+            with BOS and may contain control tokens gets no second one.
+        allow_special: control-token text becomes the control token (templates, raw completion prompts); otherwise it
+            is spelled out in ordinary tokens and cannot steer the model's format (chat content).
+        Lone surrogates become U+FFFD. Safe to call from several threads.
+        """
+        text = _well_formed(text)
+        if not allow_special:
+            return list(self._without_control.encode(text, add_special_tokens=add_special_tokens).ids)
+        if add_special_tokens and self._bos_text is not None and text.startswith(self._bos_text):
+            text = text[len(self._bos_text) :]
+        return list(self._with_control.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, each token's bytes taken as they are (a leading blank stays). Bytes that are no UTF-8
+        become U+FFFD; ids without text, also those past the vocabulary, give nothing."""
+        table = self._visible if skip_special_tokens else self._bytes
+        return b"".join(map(table.__getitem__, token_ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, those of a special token's text included; b"" for ids without text."""
+        return self._bytes[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token spelled exactly `text` in the vocabulary, None if there is none."""
+        found: int | None = self._with_control.token_to_id(text)
+        return found
+
+    def visible_bytes(self, *, skip_special_tokens: bool) -> ByteTable:
+        """The table behind `decode`: token id -> bytes."""
+        return self._visible if skip_special_tokens else self._bytes
+
+    def _adds_bos(self, bos_token_id: int) -> bool:
+        return self._with_control.encode("", add_special_tokens=True).ids[:1] == [bos_token_id]
+
+
+class Detokenizer:
+    """Token ids of one choice, as they come, to text: whole characters only, as early as possible.
+
+    The texts of all `feed` calls and `finish` joined equal `Tokenizer.decode` of all ids joined."""
+
+    __slots__ = ("_pending", "_table")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._table = tokenizer.visible_bytes(skip_special_tokens=skip_special_tokens)
+        self._pending = b""  # at most 3 bytes: the start of a character
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Text that `token_ids` complete; an unfinished character waits for the next call."""
+        data = self._pending + b"".join(map(self._table.__getitem__, token_ids))
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def finish(self) -> str:
+        """What is still held back, as U+FFFD: no more bytes will come."""
+        pending, self._pending = self._pending, b""
+        return pending.decode("utf-8", "replace")
+
+
+def _without_control(backend: Backend, added: Mapping[int, AddedToken], template: str) -> Backend:
+    """A second tokenizer over the same model object that spells control tokens out.
+
+    Control tokens are those marked special and those that the chat template itself writes, such as "<tool_call>":
+    both carry format. The library can switch recognition off for special tokens only, so the latter are special
+    here; ids stay the same.
+    """
+    plain = Backend(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if getattr(backend, part) is not None:
+            setattr(plain, part, getattr(backend, part))
+    for token_id, token in sorted(added.items()):
+        if token.special or token.content in template:
+            plain.add_special_tokens([token])
+        else:
+            plain.add_tokens([token])
+        if plain.token_to_id(token.content) != token_id:
+            raise ValueError(f"added token {token_id} would get another id")
+    if backend.post_processor is not None:
+        plain.post_processor = backend.post_processor
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _well_formed(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
