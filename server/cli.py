@@ -1,0 +1,188 @@
+"""`pagemill serve | check | chat`: flags in, exit code out.
+
+A command's module is imported inside its command: `--help` and `chat` must not wait for torch, and `serve` sets the
+thread variables before torch reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.config import StartError
+from server.settings import (
+    Settings,
+    SettingsError,
+    choices_of,
+    env_of,
+    flag_of,
+    is_list,
+    load,
+    meta,
+    set_thread_environment,
+)
+
+USAGE_ERROR = 2
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "check": "print what serving a model would need, without serving it",
+    "chat": "talk to a running server",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one sentence; the usage of 40 flags would bury it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"pagemill: {message}\nTry '{self.prog} --help'.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 when something failed, 2 for a wrong command line."""
+    started_s = time.monotonic()
+    arguments = build_parser().parse_args(argv)
+    given = vars(arguments)
+    try:
+        match given.pop("command"):
+            case "serve":
+                return _serve(_settings(given), started_s)
+            case "check":
+                return _check(_settings(given), given["lengths"])
+            case _:
+                return _chat(given)
+    except SettingsError as error:
+        print(f"pagemill: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except StartError as error:
+        print(f"pagemill: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+
+def _serve(settings: Settings, started_s: float) -> int:
+    """Parse (done), bind, look at the model, set thread variables, only then import torch."""
+    from server import logs, preflight
+
+    logs.configure(settings.log_level, settings.log_format)
+    config = settings.engine_config()
+    from server import lifecycle
+
+    listener = lifecycle.bind(settings)
+    preflight.check_model(settings.model, settings.load_format)
+    set_thread_environment(settings)
+    from engine.async_engine import AsyncEngine
+
+    try:
+        from uvloop import new_event_loop as loop_factory
+    except ImportError:  # there is no uvloop for Windows
+        loop_factory = None
+    try:
+        code = lifecycle.serve(settings, lambda: AsyncEngine(config), listener, started_s, loop_factory)
+    except StartError as error:
+        print(f"pagemill: {error}", file=sys.stderr)
+        code = 1
+    except Exception:
+        logging.getLogger("pagemill.server").critical("the server failed", exc_info=True)
+        code = 1
+    lifecycle.leave(code)
+    return code
+
+
+def _check(settings: Settings, lengths: Sequence[int]) -> int:
+    from server import preflight
+
+    config = settings.engine_config()
+    preflight.check_model(settings.model, settings.load_format)
+    set_thread_environment(settings)
+    from server import check
+
+    print(check.report(config, lengths))
+    return 0
+
+
+def _chat(given: dict[str, Any]) -> int:
+    from server import chat_client
+
+    return chat_client.run(chat_client.Options(**given))
+
+
+# -- flags --------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="pagemill", description="An OpenAI-compatible server for large language models.")
+    parser.add_argument("--version", action="version", version=f"pagemill {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    serve, check, chat = (
+        commands.add_parser(name, help=text, description=text, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        for name, text in COMMANDS.items()
+    )
+    add_settings(serve)
+    add_settings(check)
+    check.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=(512, 2048, 8192),
+        metavar="N,N",
+        help="sequence lengths (tokens) to tell the concurrency for (default: 512,2048,8192)",
+    )
+    chat.add_argument("--base-url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    chat.add_argument("--api-key", default=None, help="the server's key")
+    chat.add_argument("--model", default=None, help="name of the model (default: the server's first)")
+    chat.add_argument("--system", default=None, help="system message")
+    chat.add_argument("--temperature", type=float, default=None, help="(default: the model's)")
+    chat.add_argument("--max-tokens", type=int, default=None, help="per answer (default: what fits)")
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --config and one flag per field of Settings. Values stay text: Settings validates them."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=Settings.model_fields["model"].description)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings")
+    groups: dict[str, Any] = {}
+    for name, info in Settings.model_fields.items():
+        if name == "model":
+            continue
+        facts = meta(info)
+        group = groups.get(facts["group"]) or parser.add_argument_group(facts["group"])
+        groups[facts["group"]] = group
+        default = "" if info.default in (None, ()) else f"; default {info.default}"
+        unit = f" {facts['unit']}" if facts["unit"] and default else ""
+        text = f"{info.description} [{env_of(name)}{default}{unit}]".replace("%", "%%")
+        options: dict[str, Any] = {"dest": name, "help": text}
+        if isinstance(info.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        elif is_list(info):
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options["metavar"] = "{" + ",".join(choices_of(info)) + "}" if choices_of(info) else "VALUE"
+        group.add_argument(flag_of(name), **options)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    config = given.get("config")
+    return load({name: value for name, value in given.items() if name in Settings.model_fields}, config)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise ValueError("lengths are positive")
+    return values
+
+
+def _version() -> str:
+    try:
+        return version("pagemill")
+    except PackageNotFoundError:
+        return "0 (not installed)"

@@ -1,0 +1,244 @@
+"""The life of a serving process: listen, load, serve, drain, end. The one place that knows signals and exit codes.
+
+First SIGTERM or SIGINT: new work gets 503 and `Connection: close`, what is in flight finishes within the grace
+period, the rest ends with an error event, then the listener closes; exit code 0. A second signal ends the process at
+once. The engine's death answers what is in flight and ends with exit code 1, so that a supervisor restarts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.config import StartError
+from engine.outputs import ModelInfo, Phase
+from server.app import create_app
+from server.connections import ConnectionLimits, ServerConfig, check_stalls
+from server.engine_port import Engine
+from server.metrics import Metrics
+from server.settings import Settings
+
+logger = logging.getLogger("pagemill.server")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TICK_S = 0.25  # how often lag is measured and connections are looked at
+FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: closing the listener comes last here, and there it comes first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Lifecycle:
+    """run() serves until a signal or the engine's death and returns the exit code."""
+
+    def __init__(self, settings: Settings, engine: Engine, listener: socket.socket, started_s: float) -> None:
+        """started_s: time.monotonic() when the process began, for the start-up account."""
+        self._settings = settings
+        self._engine = engine
+        self._listener = listener
+        self._started_s = started_s
+        self._ending = asyncio.Event()
+        self._exit_code = 0
+        self._failure: str | None = None
+
+    async def run(self) -> int:
+        """Raises StartError if the model cannot be loaded."""
+        app = create_app(self._settings, self._engine)
+        metrics: Metrics = app.state.metrics
+        server = Server(self._server_config(app, metrics))
+        self._catch_signals()
+        imported_s = time.monotonic()
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        loading = asyncio.create_task(self._engine.start())
+        watching = asyncio.create_task(self._watch(server, metrics))
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({loading, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+                self._announce(metrics, imported_s)
+                await self._serve_until_end(serving)
+            await self._end(server)
+        finally:
+            for task in (watching, ending, loading):
+                task.cancel()
+            server.should_exit = True
+            await serving
+        return self._exit_code
+
+    async def _serve_until_end(self, serving: asyncio.Task[None]) -> None:
+        death = asyncio.create_task(self._engine.wait_dead())
+        ending = asyncio.create_task(self._ending.wait())
+        await asyncio.wait({death, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if death.done() and not ending.done():
+            logger.critical("the engine has died; the server ends")
+            self._exit_code = 1
+        for task in (death, ending):
+            task.cancel()
+
+    async def _end(self, server: Server) -> None:
+        """Drain, let the last answers out, stop the engine."""
+        loaded = self._engine.phase is not Phase.STARTING
+        if self._engine.phase in (Phase.READY, Phase.STARTING):
+            logger.info("draining", extra={"fields": {"grace_s": self._settings.grace_period}})
+            await self._engine.drain(self._settings.grace_period if loaded else 0.0)
+        if answering := set(server.server_state.tasks):
+            await asyncio.wait(answering, timeout=FLUSH_S)
+        server.should_exit = True
+        if loaded:  # a model that is still loading is not waited for
+            await self._engine.stop()
+
+    async def _watch(self, server: Server, metrics: Metrics) -> None:
+        """Measure how late the loop runs, and look for clients that do not read."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            metrics.loop_lag(max(0.0, time.monotonic() - before - TICK_S))
+            check_stalls(server.server_state)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._ending.is_set():
+            logger.warning("second signal: ending at once")
+            logging.shutdown()
+            os._exit(1)
+        logger.info("signal", extra={"fields": {"name": number.name}})
+        self._ending.set()
+
+    def _server_config(self, app: FastAPI, metrics: Metrics) -> ServerConfig:
+        settings = self._settings
+        limits = ConnectionLimits(
+            max_connections=settings.max_connections,
+            max_head=settings.max_header_size,
+            head_timeout_s=settings.read_timeout,
+            max_unread=settings.slow_client_buffer,
+            max_stall_s=settings.slow_client_timeout,
+        )
+        return ServerConfig(
+            app,
+            limits,
+            metrics,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=settings.backlog,
+            timeout_keep_alive=max(1, round(settings.keep_alive)),
+            timeout_graceful_shutdown=round(FLUSH_S),
+        )
+
+    def _announce(self, metrics: Metrics, imported_s: float) -> None:
+        info = self._engine.model_info
+        metrics.model_loaded(info)
+        settings = self._settings
+        for message, fields in (
+            ("model", _model_facts(info)),
+            ("sampling defaults", _sampling_facts(info)),
+            ("KV pool", _pool_facts(info)),
+            ("start-up seconds", self._times(info, imported_s)),
+        ):
+            logger.info(message, extra={"fields": fields})
+        host, port = self._listener.getsockname()[:2]
+        names = ", ".join(settings.served_model_name or (info.name,))
+        shown = f"[{host}]" if ":" in host else host
+        logger.info(f"ready: serving {names} on http://{shown}:{port}")
+
+    def _times(self, info: ModelInfo, imported_s: float) -> dict[str, object]:
+        now = time.monotonic()
+        parts = {"imports": imported_s - self._started_s, **info.load_seconds, "total": now - self._started_s}
+        return {name: round(seconds, 2) for name, seconds in parts.items()}
+
+
+def _model_facts(info: ModelInfo) -> dict[str, object]:
+    return {
+        "name": info.name,
+        "source": info.source,
+        "architecture": info.architecture,
+        "parameters": f"{info.num_parameters / 1e6:.1f}M",
+        "dtype": info.dtype,
+        "max_model_len": info.max_model_len,
+        "threads": info.num_threads,
+        "batch_invariant": info.batch_invariant,
+        "system_fingerprint": info.system_fingerprint,
+    }
+
+
+def _sampling_facts(info: ModelInfo) -> dict[str, object]:
+    defaults = info.sampling_defaults
+    given = {name: getattr(defaults, name) for name in type(defaults).__dataclass_fields__}
+    return {name: value for name, value in given.items() if value is not None} or {"from": "neutral"}
+
+
+def _pool_facts(info: ModelInfo) -> dict[str, object]:
+    tokens = info.num_blocks * info.block_size
+    return {
+        "blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "tokens": tokens,
+        "bytes_per_token": info.kv_bytes_per_token,
+        "MiB": round(tokens * info.kv_bytes_per_token / 2**20, 1),
+    }
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A listening socket. Raises StartError with one sentence: the port is taken, the address is not ours."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(settings.backlog)  # now, so that two servers cannot both believe they have the port
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise StartError(f"Cannot listen on {settings.host}:{settings.port}: {reason.lower()}.") from None
+    listener.setblocking(False)
+    return listener
+
+
+def serve(
+    settings: Settings,
+    make_engine: Callable[[], Engine],
+    listener: socket.socket,
+    started_s: float,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
+) -> int:
+    """Serve until told to end; returns the exit code. Raises StartError."""
+
+    async def main() -> int:
+        return await Lifecycle(settings, make_engine(), listener, started_s).run()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+def leave(code: int) -> None:
+    """End the process. A compute thread that is still in native code would make a normal exit wait or crash."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    if any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)

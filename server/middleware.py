@@ -1,0 +1,235 @@
+"""What every request passes before it reaches a route: an id and a log line, the key, the engine's phase, the body.
+
+Pure ASGI: Starlette's BaseHTTPMiddleware would hide client disconnects. From the outside in:
+
+RequestContext   id (echoed in X-Request-Id), arrival time, one log line, counts; contains what escapes
+(CORS)           Starlette's own, only with --cors-origins
+Auth             deny by default: every path but the open ones, in whatever spelling, needs a key
+PhaseGate        503 while the model loads, while the server drains, and when the engine is dead
+BodyLimit        reads the whole body first: 413 above the limit, 408 when it does not arrive in time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.outputs import Phase
+from server.logs import REQUEST_LOGGER, clean
+from server.metrics import Metrics
+from server.protocol.errors import ApiError
+
+logger = logging.getLogger(REQUEST_LOGGER)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,64}")
+NOT_READY = {
+    Phase.STARTING: "The model is still loading. Please try again shortly.",
+    Phase.DRAINING: "The server is shutting down.",
+    Phase.DEAD: "The engine has stopped working; the server is going down.",
+}
+CLIENT_CLOSED = 499  # what proxies log for a client that went away
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that (lower-case) name."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error.response()(scope, receive, send)
+
+
+class RequestContext:
+    """Gives each request `state.request_id`, `state.arrival` (time.monotonic) and `state.log`, a dictionary that
+    routes fill with facts (never with text) for the one line that is logged when the answer ends."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        facts: dict[str, object] = {}
+        arrival = time.monotonic()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "arrival": arrival, "log": facts}
+        exchange = Exchange(send, request_id.encode())
+        state["exchange"] = exchange
+        self.metrics.http_started()
+        try:
+            await self.app(scope, receive, exchange.send)
+        except Exception:
+            logger.exception("a request failed", extra={"fields": {"id": request_id}})
+            exchange.failed = True
+            if not exchange.complete:
+                raise  # uvicorn answers 500 or closes the connection
+        finally:
+            self.metrics.http_ended()
+            self._report(scope, exchange, time.monotonic() - arrival, facts)
+
+    def _report(self, scope: Scope, exchange: Exchange, seconds: float, facts: dict[str, object]) -> None:
+        status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
+        if status >= 400:
+            self.metrics.error(status)
+        quiet = scope["path"] in ("/health", "/metrics") and status < 400
+        line = {
+            "id": exchange.request_id.decode(),
+            "method": scope["method"],
+            "path": clean(scope["path"], 80),
+            "status": status,
+            "ms": round(seconds * 1000, 1),
+            **facts,
+        }
+        if status < 400 and not exchange.complete:
+            line["cut"] = True  # the client left, or was cut off, before the end
+        logger.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": line})
+
+
+class Exchange:
+    """Watches one answer go out: status, bytes, and whether it is an event stream."""
+
+    __slots__ = ("_send", "bytes_sent", "complete", "failed", "request_id", "status", "streaming")
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0  # 0: no answer yet
+        self.streaming = False
+        self.complete = False
+        self.failed = False
+        self.bytes_sent = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.bytes_sent += len(message.get("body", b""))
+            await self._send(message)
+            self.complete = not message.get("more_body", False)
+            return
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [(key, value) for key, value in message.get("headers", ()) if key != b"x-request-id"]
+            self.streaming = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
+            message = {**message, "headers": [*headers, (b"x-request-id", self.request_id)]}
+        await self._send(message)
+
+
+class Auth:
+    """401 unless the path is literally one of `open_paths` or the bearer token is a key. No keys: everything passes.
+
+    The comparison takes the same time for every wrong token, whichever key it resembles."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
+            scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not self._known(token):
+                message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
+                challenge = {"WWW-Authenticate": "Bearer"}
+                await answer(ApiError(401, message, code="invalid_api_key", headers=challenge), scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _known(self, token: bytes) -> bool:
+        digest = hashlib.sha256(token).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, so that time tells nothing
+        return any(matches)
+
+
+class PhaseGate:
+    """503 for everything but `open_paths` unless the engine is ready. While draining, connections are closed so
+    that clients find another server."""
+
+    def __init__(self, app: ASGIApp, phase: Callable[[], Phase], open_paths: Collection[str]) -> None:
+        self.app = app
+        self._phase = phase
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        phase = self._phase()
+        if scope["type"] == "http" and phase is not Phase.READY and scope["path"] not in self._open_paths:
+            headers = {"Retry-After": "1"} if phase is Phase.STARTING else {"Retry-After": "1", "Connection": "close"}
+            error = ApiError(503, NOT_READY[phase], code=f"server_{phase.value}", headers=headers)
+            await answer(error, scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+class BodyLimit:
+    """Reads the body before the route runs, at most `max_bytes` of it within `timeout_s`, and hands it over in one
+    piece; after it `receive` waits for the client to leave."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._has_body(scope):
+            await self.app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            close = {"Connection": "close"}
+            error = ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=close)
+            await answer(error, scope, receive, send)
+            return
+        except ApiError as error:
+            await answer(error, scope, receive, send)
+            return
+        if body is not None:
+            await self.app(scope, _replay(body, receive), send)
+
+    @staticmethod
+    def _has_body(scope: Scope) -> bool:
+        length = header(scope, b"content-length")
+        return header(scope, b"transfer-encoding") is not None or length not in (None, b"0")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None if the client left. Raises ApiError(413)."""
+        too_large = ApiError(
+            413, f"The request body is larger than {self._max_bytes} bytes.", code="request_too_large"
+        )
+        length = header(scope, b"content-length") or b"0"
+        if length.isdigit() and int(length[:20]) > self._max_bytes:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                raise too_large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body once and then whatever comes."""
+    waiting = [body]
+
+    async def replay() -> Message:
+        if waiting:
+            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
+        return await receive()
+
+    return replay

