@@ -9,7 +9,7 @@ input, the same text as over the whole.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from tokenizers import AddedToken
@@ -30,6 +30,7 @@ class Tokenizer:
     chat_template: Jinja source of the default template, None if the model has none.
     chat_templates: all named templates, the default one under "default".
     special_tokens: "bos_token", "eos_token", ... -> text, as templates expect them.
+    control_texts: spellings of the control tokens: those marked special and those the chat template writes.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = MappingProxyType(dict(chat_templates or {}))
         self.chat_template = self.chat_templates.get("default")
         self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens or {}))
+        self.control_texts = frozenset(_control_texts(added, self.chat_template or ""))
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = ByteTable(backend, added)
         self._visible = ByteTable(backend, added, hidden=self._special)
         self._with_control = backend
-        self._without_control = _without_control(backend, added, self.chat_template or "")
+        self._without_control = _without_control(backend, added, self.control_texts)
         bos = self.special_tokens.get("bos_token")
         self._bos_text = bos if bos and bos_token_id is not None and self._adds_bos(bos_token_id) else None
 
@@ -122,7 +124,13 @@ class Detokenizer:
         return pending.decode("utf-8", "replace")
 
 
-def _without_control(backend: Backend, added: Mapping[int, AddedToken], template: str) -> Backend:
+def _control_texts(added: Mapping[int, AddedToken], template: str) -> Iterator[str]:
+    for token in added.values():
+        if token.special or token.content in template:
+            yield token.content
+
+
+def _without_control(backend: Backend, added: Mapping[int, AddedToken], control: Collection[str]) -> Backend:
     """A second tokenizer over the same model object that spells control tokens out.
 
     Control tokens are those marked special and those that the chat template itself writes, such as "<tool_call>":
@@ -134,7 +142,7 @@ def _without_control(backend: Backend, added: Mapping[int, AddedToken], template
         if getattr(backend, part) is not None:
             setattr(plain, part, getattr(backend, part))
     for token_id, token in sorted(added.items()):
-        if token.special or token.content in template:
+        if token.content in control:
             plain.add_special_tokens([token])
         else:
             plain.add_tokens([token])

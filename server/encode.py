@@ -1,0 +1,104 @@
+"""Request text to token ids, in a worker thread: nothing here may run on the event loop.
+
+Lengths are checked twice: by characters before tokenising (a text cannot have fewer tokens than its characters over
+those of the longest token), so that a huge text costs nothing, and by tokens after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from engine.outputs import ModelInfo
+from engine.tokenizer import Tokenizer
+from server.chat_template import ChatTemplate, ChatTemplateError
+from server.protocol.errors import InvalidRequest
+
+SHORTEST_LONGEST_TOKEN = 16  # characters; a floor for vocabularies of odd shape
+
+
+class PromptEncoder:
+    """For one model; safe to use from several threads.
+
+    Every method raises InvalidRequest, with code "context_length_exceeded" for what is too long."""
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = info.vocab_size
+        self._max_model_len = info.max_model_len
+
+    def prompts(self, prompts: Sequence[str | tuple[int, ...]], num_output: int) -> list[Sequence[int]]:
+        """Token ids of each prompt. num_output: tokens asked for, which must fit beside it."""
+        encoded: list[Sequence[int]] = []
+        for index, prompt in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            token_ids = self.text(prompt, param=param) if isinstance(prompt, str) else prompt
+            if not isinstance(prompt, str):
+                self._check_ids(token_ids, param)
+            if not token_ids:
+                raise InvalidRequest(f"{param} is empty: it must hold at least one token.", param=param)
+            self._check_length(len(token_ids), num_output, param, "prompt")
+            encoded.append(token_ids)
+        return encoded
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], num_output: int) -> list[int]:
+        """Token ids of a conversation through the model's chat template."""
+        template = self._chat_template
+        try:
+            token_ids = template.encode(messages, lambda text: self._check_characters(text, "messages"))
+        except ChatTemplateError as error:
+            raise InvalidRequest(str(error), param="messages", code="invalid_messages") from None
+        if not token_ids:
+            raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
+        self._check_length(len(token_ids), num_output, "messages", "messages")
+        return token_ids
+
+    def text(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Control tokens spelled in a raw prompt are recognised, as elsewhere: whoever sends one writes the format."""
+        self._check_characters(text, param)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=True)
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        source = self._tokenizer.chat_template
+        if source is None:
+            raise InvalidRequest("This model has no chat template: use /v1/completions.", code="no_chat_template")
+        try:
+            return ChatTemplate(source, self._tokenizer, self._tokenizer.control_texts)
+        except ChatTemplateError as error:
+            raise InvalidRequest(str(error), code="no_chat_template") from None
+
+    @cached_property
+    def _max_characters(self) -> int:
+        longest = max(len(self._tokenizer.token_bytes(token_id)) for token_id in range(self._vocab_size))
+        return self._max_model_len * max(longest, SHORTEST_LONGEST_TOKEN)
+
+    def _check_characters(self, text: str, param: str) -> None:
+        # the vocabulary is only measured for a text that could be too long
+        if len(text) > self._max_model_len * SHORTEST_LONGEST_TOKEN and len(text) > self._max_characters:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your {param} has "
+                f"{len(text)} characters, which is more than can fit. Please reduce its length.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            odd = low if low < 0 else high
+            raise InvalidRequest(
+                f"{param} has token id {odd}, outside the vocabulary of {self._vocab_size} tokens.", param=param
+            )
+
+    def _check_length(self, num_prompt: int, num_output: int, param: str, noun: str) -> None:
+        total = num_prompt + num_output
+        if total > self._max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{total} tokens ({num_prompt} in the {noun}, {num_output} in the completion). Please reduce the "
+                f"length of the {noun} or completion.",
+                param=param,
+                code="context_length_exceeded",
+            )

@@ -1,0 +1,120 @@
+"""What the routes share: the engine, the settings, the metrics, and the common path of a generation.
+
+A route parses its own body and says how its answer looks; everything between is here: the model's name, sampling
+parameters, the engine's door, streamed or plain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.outputs import Phase
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import StopStrings
+from server.assemble import Answer
+from server.encode import PromptEncoder
+from server.engine_port import Engine
+from server.metrics import Metrics
+from server.observe import Observer
+from server.protocol.answers import AnswerWriter
+from server.protocol.common import GenerationRequest, Wire, parse, short
+from server.protocol.errors import ApiError, to_api_error
+from server.settings import Settings
+from server.sse import EventStream, collect
+
+LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
+
+Result = TypeVar("Result")
+
+
+class Front:
+    """One per application, made when the first request comes (the model is loaded by then)."""
+
+    def __init__(self, engine: Engine, settings: Settings, metrics: Metrics) -> None:
+        """Raises NotServing while the model loads."""
+        self.engine = engine
+        self.settings = settings
+        self.metrics = metrics
+        self.info = engine.model_info
+        self.tokenizer = engine.tokenizer
+        self.encoder = PromptEncoder(self.tokenizer, self.info)
+        self.created = int(time.time())  # of the served models, as /v1/models tells
+
+    @cached_property
+    def model_names(self) -> tuple[str, ...]:
+        """The names the model answers to, the first of them the one that answers carry."""
+        return self.settings.served_model_name or (self.info.name,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to put into the answer; no name means the model that is served. Raises ApiError 404."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(404, f"The model {short(name)} does not exist.", param="model", code="model_not_found")
+        return name
+
+    async def generate(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        writer: AnswerWriter,
+        *,
+        echo: Sequence[str] = (),
+    ) -> Response:
+        """Hand the request to the engine and answer it, streamed or plain.
+
+        Raises InvalidParameter, QueueFull, NotServing, ApiError."""
+        state = request.scope.get("state", {})
+        observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
+        stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
+        stream = self.engine.generate(
+            prompts, params, cache_salt=body.cache_salt or "", label=state.get("request_id", "")
+        )
+        lengths = [len(prompt) for prompt in prompts]
+        answer = Answer(stream, self.tokenizer, params, lengths, observer=observer, stops=stops, echo=echo)
+        if not body.stream:
+            return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self._error_view)
+        return EventStream(
+            answer,
+            writer,
+            metrics=self.metrics,
+            keep_alive_s=self.settings.sse_keep_alive,
+            error_view=self._error_view,
+        )
+
+    def _error_view(self, error: Exception) -> ApiError:
+        """An engine that is on its way out fails requests of no fault of theirs: 503, try elsewhere."""
+        if self.engine.phase is not Phase.READY:
+            return ApiError(503, "The server is shutting down.", code="server_shutting_down")
+        return to_api_error(error)
+
+
+def front_of(request: Request) -> Front:
+    """The application's Front. Raises NotServing while the model loads."""
+    state = request.app.state
+    front: Front | None = getattr(state, "front", None)
+    if front is None:
+        front = state.front = Front(state.engine, state.settings, state.metrics)
+    return front
+
+
+async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None] | None = None) -> Wire:
+    """The checked body of a request. Raises InvalidRequest."""
+    body = await request.body()
+
+    def parsed() -> Wire:
+        wire = parse(body, kind)
+        if check is not None:
+            check(wire)
+        return wire
+
+    return await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()

@@ -1,0 +1,217 @@
+"""The wire fields that completions and chat share, and the way from bytes to a checked request.
+
+Everything a client may get wrong becomes an `InvalidRequest` here, before a token is made. Unknown fields are
+ignored, null means absent, numbers are finite, a bool is no number and a number is no string.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from engine.outputs import SamplingDefaults
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from server.protocol.errors import InvalidRequest
+
+MAX_CACHE_SALT_CHARS = 256
+
+Wire = TypeVar("Wire", bound=BaseModel)
+
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """An error whose text is told to the client as it stands; `message` begins with a verb ("must be ...")."""
+    return PydanticCustomError("pagemill", "{text}", {"text": message})
+
+
+def _stop(value: object) -> object:
+    """A string or a list of strings -> tuple of strings."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or any(type(item) is not str for item in value):
+        raise wrong("must be a string or a list of strings.")
+    if len(value) > MAX_STOP_STRINGS:
+        raise wrong(f"must have at most {MAX_STOP_STRINGS} strings, got {len(value)}.")
+    return tuple(value)
+
+
+def _stop_token_ids(value: object) -> object:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise wrong("must be a list of integers.")
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise wrong(f"must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(value)}.")
+    return tuple(value)
+
+
+def _logit_bias(value: object) -> object:
+    """{"token id": bias} -> ((token id, bias), ...). Bounds of bias and vocabulary are checked further in."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise wrong("must be an object that maps token ids to numbers.")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise wrong(f"must have at most {MAX_LOGIT_BIAS} entries, got {len(value)}.")
+    pairs: dict[int, float] = {}
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise wrong(f"has the key {short(key)}, which is no token id.")
+        if type(bias) not in (int, float):
+            raise wrong(f"maps {short(key)} to {short(bias)}, which is no number.")
+        pairs[int(key)] = float(bias)
+    return tuple(pairs.items())
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat have in common. A field that is None was absent or null."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_token_ids)] = ()
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_common(self) -> None:
+        """Raises InvalidRequest for what no single field can tell."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.cache_salt is not None and len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt must have at most {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt"
+            )
+
+    def sampling_params(
+        self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """The engine's parameters: an explicit value wins, then the model's default, then OpenAI's.
+
+        Raises engine.sampling_params.InvalidParameter for a value out of bounds."""
+        return SamplingParams(
+            n=_or(self.n, 1),
+            max_tokens=max_tokens,
+            min_tokens=_or(self.min_tokens, 0),
+            temperature=_or(self.temperature, defaults.temperature, 1.0),
+            top_p=_or(self.top_p, defaults.top_p, 1.0),
+            top_k=_or(self.top_k, defaults.top_k, 0),
+            min_p=_or(self.min_p, defaults.min_p, 0.0),
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias,
+            logprobs=logprobs,
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _or(*values: Number | None) -> Number:
+    """The first value that is not None: 0 is a value, so `or` would be wrong."""
+    return next(value for value in values if value is not None)
+
+
+def parse(body: bytes, kind: type[Wire]) -> Wire:
+    """JSON bytes -> a checked wire object. Raises InvalidRequest with OpenAI-like words and `param`.
+
+    orjson refuses what this needs refused: NaN, infinities and 1e400, lone surrogates, bytes that are no UTF-8,
+    and nesting beyond 1,024 levels, without recursion on the C stack."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=True)
+        raise _friendly(details[0]) from None
+
+
+def short(value: object) -> str:
+    """A client's value for a message: at most 40 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _json_name(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+_WANTED = {
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "bool_type": "must be a boolean",
+    "finite_number": "must be a finite number",
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be one of {expected}",
+}
+
+
+def _friendly(details: ErrorDetails) -> InvalidRequest:
+    param = path_of(details["loc"])
+    kind = details["type"]
+    if kind == "missing":
+        return InvalidRequest(f"You must provide the parameter {param}.", param=param, code="missing_parameter")
+    if kind == "pagemill":
+        return InvalidRequest(f"{param} {details['msg']}", param=param)
+    wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {}))
+    return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """("messages", 1, "content") -> "messages[1].content"."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path

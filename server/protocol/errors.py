@@ -1,0 +1,139 @@
+"""Errors on the wire: one exception, one envelope, and handlers that give every failure that shape.
+
+Knows HTTP and OpenAI's error object; knows nothing of requests or models.
+
+ApiError            anything a client is told, with its status
++-- InvalidRequest  400: the client must change the request
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.outputs import NotServing, QueueFull, RequestFailed
+from engine.sampling_params import InvalidParameter
+
+logger = logging.getLogger("pagemill.server")
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """What a client is told about a failure.
+
+    status: HTTP status. message: sentences for people, without inner detail. type, param, code: OpenAI's fields;
+    type None means the usual one of the status. headers: extra response headers (Retry-After).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, INVALID_REQUEST if status < 500 else SERVER_ERROR)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def envelope(self) -> bytes:
+        """The JSON body: {"error": {"message", "type", "param", "code"}}."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": fields})
+
+    def response(self) -> Response:
+        return Response(self.envelope(), status_code=self.status, headers=self.headers, media_type="application/json")
+
+
+class InvalidRequest(ApiError):
+    """400. `param` names the field at fault, as a path ("messages[1].content")."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(400, message, param=param, code=code)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The client's view of any exception a request may end in. Unknown ones become a 500 that says nothing of
+    the inside."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidParameter():
+            return InvalidRequest(str(error), param=error.param)
+        case QueueFull():
+            retry = {"Retry-After": str(error.retry_after_s)}
+            return ApiError(429, str(error), code="queue_full", headers=retry)
+        case NotServing():
+            return ApiError(503, str(error), code="not_serving", headers={"Retry-After": "1", "Connection": "close"})
+        case RequestValidationError():
+            return _from_validation(error)
+        case HTTPException():
+            return _from_http(error)
+        case RequestFailed():
+            return ApiError(500, "The request failed inside the engine.", code="engine_error")
+        case _:
+            return ApiError(500, "The server had an error while processing the request.", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Gives every failure of every route, known or not, the envelope."""
+    for kind in (ApiError, InvalidParameter, QueueFull, NotServing, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _handle)
+    app.add_exception_handler(RequestFailed, _handle_logged)
+    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_exception_handler(Exception, _handle)  # the server's outermost layer logs the traceback itself
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
+
+
+async def _handle_logged(request: Request, error: Exception) -> Response:
+    logger.error("A request failed inside the engine: %s", error)
+    return to_api_error(error).response()
+
+
+async def _handle_disconnect(request: Request, error: Exception) -> Response:
+    # Nobody reads this; 499 is what proxies log for a client that went away.
+    return Response(status_code=499)
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    status = error.status_code
+    message = {
+        404: "This URL does not exist on this server.",
+        405: "This method is not allowed for this URL.",
+    }.get(status)
+    if message is None or error.detail != HTTPStatus(status).phrase:
+        message = str(error.detail)
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    return ApiError(status, message, code=codes.get(status), headers=error.headers)
+
+
+def _from_validation(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"][1:])
+    return InvalidRequest(f"{path}: {first['msg']}", param=path or None)

@@ -1,0 +1,49 @@
+"""GET /v1/models and /v1/models/{name}: what is served, its context length and its sampling defaults."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from server.front import Front, front_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The served names, all of the one model."""
+    front = front_of(request)
+    return _json({"object": "list", "data": [_model(front, name) for name in front.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> Response:
+    """One model; names may hold slashes."""
+    front = front_of(request)
+    return _json(_model(front, front.check_model(name)))
+
+
+def _model(front: Front, name: str) -> dict[str, Any]:
+    info = front.info
+    given = {key: value for key, value in asdict(info.sampling_defaults).items() if value is not None}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.created,
+        "owned_by": "pagemill",
+        "root": info.name,
+        "max_model_len": info.max_model_len,
+        "architecture": info.architecture,
+        "dtype": info.dtype,
+        "num_parameters": info.num_parameters,
+        "sampling_defaults": neutral | given,
+    }
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

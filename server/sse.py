@@ -1,0 +1,158 @@
+"""The two ways an answer leaves: as server-sent events, or collected and plain. Both watch the client.
+
+A stream's three ends, all of which close the engine's side in one `finally`:
+
+| end                          | what the client sees            | counted as       |
+|------------------------------|---------------------------------|------------------|
+| last finish_reason           | usage if asked for, [DONE]      |                  |
+| failure after the first byte | an error event, [DONE]          | error            |
+| client gone                  | nothing                         | client left      |
+
+A client that does not read is cut off by `server/connections.py`; here it looks like one that left. Tokens that
+arrive while a write waits for the client are merged by the engine's hand-over: fewer, larger events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.outputs import EngineError
+from server.assemble import Answer, Piece
+from server.metrics import Metrics
+from server.protocol.answers import DONE, AnswerWriter
+from server.protocol.errors import ApiError, to_api_error
+
+logger = logging.getLogger("pagemill.server")
+
+PING = b": ping\n\n"
+CLIENT_CLOSED = 499  # what proxies log for a client that went away
+
+ErrorView = Callable[[Exception], ApiError]
+
+
+async def collect(
+    answer: Answer,
+    writer: AnswerWriter,
+    receive: Receive,
+    *,
+    metrics: Metrics,
+    error_view: ErrorView = to_api_error,
+) -> Response:
+    """The plain answer. Raises ApiError if the request failed; aborts it when the client leaves."""
+    pieces: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
+    watch = asyncio.create_task(_disconnect(receive))
+    watch.add_done_callback(lambda _: answer.close())  # ends the loop below
+    try:
+        async for outputs in answer.stream:
+            for index, piece in answer.take(outputs):
+                pieces[index].append(piece)
+    except EngineError as error:
+        logger.error("request %s failed: %s", writer.id, error)
+        raise error_view(error) from error
+    finally:
+        answer.close()
+        watch.cancel()
+    if any(not parts or parts[-1].finish_reason is None for parts in pieces):
+        metrics.client_disconnected()
+        return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
+    return Response(writer.answer(pieces, answer.usage()), media_type="application/json")
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has gone. The body was read before, so nothing else is awaited here."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """The streamed answer, an ASGI application of its own: no task hand-over per token between the engine's
+    delivery and the socket.
+
+    keep_alive_s: a comment is sent after this much silence, so that proxies keep the connection (0: never)."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer: Answer,
+        writer: AnswerWriter,
+        *,
+        metrics: Metrics,
+        keep_alive_s: float = 15.0,
+        error_view: ErrorView = to_api_error,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._writer = writer
+        self._metrics = metrics
+        self._keep_alive_s = keep_alive_s
+        self._error_view = error_view
+        self._last_write = 0.0  # monotonic seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._last_write = time.monotonic()
+        try:
+            async with asyncio.timeout(None) as deadline:
+                attendant = asyncio.create_task(self._attend(receive, deadline))
+                try:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await self._pump()
+                finally:
+                    attendant.cancel()
+        except TimeoutError:  # the attendant's word: nobody is there any more
+            self._metrics.client_disconnected()
+        finally:
+            self._answer.close()
+
+    async def _pump(self) -> None:
+        """From the engine's deliveries to the socket: one write per delivery."""
+        answer, event = self._answer, self._writer.event
+        num_open = answer.num_choices
+        events: list[bytes] = []
+        try:
+            async for outputs in answer.stream:
+                events = []
+                for index, piece in answer.take(outputs):
+                    events.append(event(index, piece))
+                    num_open -= piece.finish_reason is not None
+                if not num_open:
+                    events.append(self._writer.last_events(answer.usage()))
+                    break
+                if events:
+                    await self._write(b"".join(events), more=True)
+        except Exception as error:  # the status line is out: a failure must become an event, whatever it is
+            events = [b"data: ", self._told(error).envelope(), b"\n\n", DONE]
+        await self._write(b"".join(events), more=False)
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._last_write = time.monotonic()
+
+    def _told(self, error: Exception) -> ApiError:
+        known = isinstance(error, EngineError)
+        logger.error("stream %s failed: %s", self._writer.id, error, exc_info=None if known else error)
+        told = self._error_view(error)
+        self._metrics.error(told.status)
+        return told
+
+    async def _attend(self, receive: Receive, deadline: asyncio.Timeout) -> None:
+        """Beside the pump: ends it when the client has gone, and breaks silence with comments."""
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            while not gone.done():
+                silent_s = time.monotonic() - self._last_write
+                wait_s = max(self._keep_alive_s - silent_s, 0.001) if self._keep_alive_s > 0 else None
+                await asyncio.wait({gone}, timeout=wait_s)
+                if wait_s and not gone.done() and time.monotonic() - self._last_write >= self._keep_alive_s:
+                    await self._write(PING, more=True)
+            deadline.reschedule(asyncio.get_running_loop().time())
+        finally:
+            gone.cancel()
