@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
@@ -35,7 +35,7 @@ class GenerationBlocks(Extension):
     """{% generation %}...{% endgeneration %}, with which templates mark the assistant's words for training: here
     just its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  # as the base class declares it
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)

@@ -6,6 +6,7 @@ ignored, null means absent, numbers are finite, a bool is no number and a number
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, TypeVar
 
@@ -171,14 +172,16 @@ def parse(body: bytes, kind: type[Wire]) -> Wire:
 
 
 def short(value: object) -> str:
-    """A client's value for a message: at most 40 characters."""
-    text = repr(value)
+    """A client's value for a message, as JSON spells it: at most 40 characters."""
+    if isinstance(value, (list, dict)):
+        return _json_name(value)
+    text = json.dumps(value[:41] if isinstance(value, str) else value, ensure_ascii=False, default=repr)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _json_name(value: object) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", int: "a number"}
+    return names.get(type(value), "null" if value is None else "a number")
 
 
 _WANTED = {
