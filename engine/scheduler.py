@@ -1,0 +1,437 @@
+"""Who computes how many tokens in the next step, and what becomes of what the step sampled.
+
+Knows queues, rows and the token budget; leaves blocks to the KV manager and time to the caller. There is no
+prefill and no decode mode: a step gives every sequence some of the tokens it has and has not computed. Guarantees:
+- every running sequence that lacks one token gets it in every step, unless memory is short;
+- first come, first served: a sequence that does not fit holds those behind it back, so none starves; only one
+  that waits for a prefix another is computing lets others pass;
+- the oldest running sequence always advances: under pressure the youngest gives its memory back first;
+- rows and blocks of a sequence are reused only when the last step in flight that names it has retired;
+- every sequence that was added ends exactly once: a finish_reason in an output, and one RequestStats.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from engine.batch import NewRow, RowOutput, ScheduledBatch, StepOutput
+from engine.config import SchedulerConfig
+from engine.kv.manager import KVCacheManager, PrefixMatch
+from engine.outputs import FinishReason, SequenceOutput
+from engine.sequence import Request, Sequence, SequenceStatus
+from engine.stats import StepStats
+from engine.step import Changes, Collected, Entry, StepPlan
+
+
+class Scheduler:
+    """max_model_len: tokens per sequence; the manager's pool must hold one such sequence, else ValueError."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, max_model_len: int) -> None:
+        needed = -(-max_model_len // manager.block_size) * manager.num_groups
+        if needed > manager.allocator.num_blocks:
+            raise ValueError(
+                f"a sequence of {max_model_len} tokens needs {needed} blocks, "
+                f"the pool has {manager.allocator.num_blocks}"
+            )
+        self.manager = manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._config = config
+        self._max_model_len = max_model_len
+        self._live: dict[int, dict[tuple[int, int], Sequence]] = {}  # stream -> (prompt, choice) -> not yet ended
+        self._free_rows = list(range(config.max_num_seqs))
+        self._freed_rows: list[int] = []  # since the last batch
+        self._in_flight: deque[StepPlan] = deque()
+        self._last_step = StepPlan(0.0, 0)  # retired last
+        self._next_step_id = 0
+        self._num_unforked = 0
+        self._num_releasing = 0
+        self._num_preemptions = self._num_recomputed = self._num_discarded = 0
+
+    # -- the queue
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting or self._in_flight)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no row, those included that will be forked from a waiting or running one."""
+        return len(self.waiting) + self._num_unforked
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the waiting prompts, each counted once."""
+        return sum(len(sequence.token_ids) for sequence in self.waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps scheduled and not yet updated."""
+        return len(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never be served; the door should have refused it."""
+        primary, *siblings = request.sequences
+        room = self._max_model_len - primary.num_prompt_tokens
+        if not primary.token_ids or room < 1:
+            raise ValueError(f"a prompt of {primary.num_prompt_tokens} tokens cannot be served")
+        live = self._live.setdefault(request.stream_id, {})
+        for sequence in request.sequences:
+            sequence.max_output_tokens = min(room, request.params.max_tokens or room)
+            live[request.prompt_index, sequence.choice_index] = sequence
+        primary.siblings = siblings
+        self._num_unforked += len(siblings)
+        self.waiting.append(primary)
+
+    def abort(
+        self,
+        stream_id: int,
+        prompt_index: int | None = None,
+        choice_index: int | None = None,
+        *,
+        now: float,
+        reason: FinishReason = "abort",
+    ) -> Changes:
+        """End a stream, one of its prompts, or one sequence; unknown or ended ones are ignored.
+
+        reason: what its last output and its statistics say ("stop" for a stop string the assembler found)."""
+        collected = Collected(now)
+        for (prompt, choice), sequence in reversed(list(self._live.get(stream_id, {}).items())):
+            if prompt_index in (None, prompt) and choice_index in (None, choice):
+                self._end(sequence, reason, collected)
+        return collected.freeze()
+
+    def preempt_all(self) -> None:
+        """Put every running sequence back to waiting, as pressure would. For tests and for giving memory back."""
+        while self.running:
+            self._preempt(self.running[-1])
+
+    # -- schedule
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        """The next step, or None if nothing can be scheduled before a step in flight is updated."""
+        if len(self._in_flight) >= self._config.pipeline_depth:
+            return None
+        step = StepPlan(now, self._config.max_num_batched_tokens)
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
+        for sequence in reversed(step.overflow):
+            self.waiting.appendleft(sequence)
+        if not step.rows:
+            assert self._in_flight or not self.has_work, "work, but nothing to do and nothing to wait for"
+            return None
+        return self._dispatch(step)
+
+    def _dispatch(self, step: StepPlan) -> ScheduledBatch:
+        self.manager.record_step()
+        new_blocks, block_copies = self.manager.take_deltas()
+        step.step_id = self._next_step_id
+        self._next_step_id += 1
+        self._num_recomputed += step.num_recomputed_tokens
+        self._in_flight.append(step)
+        freed_rows = tuple(self._freed_rows)
+        self._freed_rows.clear()
+        return ScheduledBatch(
+            step.step_id, freed_rows, tuple(step.new_rows), new_blocks, block_copies, tuple(step.rows)
+        )
+
+    def _schedule_running(self, step: StepPlan) -> bool:
+        """Oldest first; part of the budget is kept for those that need one token. False after a preemption."""
+        num_preemptions = self._num_preemptions
+        step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)
+        unserved = step.num_decoding
+        for sequence in tuple(self.running):
+            if sequence.status is not SequenceStatus.RUNNING or not sequence.wants_tokens:
+                continue
+            num_tokens = sequence.num_uncomputed_tokens
+            if num_tokens == 1:
+                unserved -= 1
+            num_tokens = self._chunk(step, num_tokens, step.budget - unserved)
+            if num_tokens > 0 and (num_tokens := self._make_room(sequence, num_tokens)):
+                self._add(step, sequence, num_tokens)
+        self.running += step.forked
+        step.forked.clear()
+        return num_preemptions == self._num_preemptions
+
+    def _chunk(self, step: StepPlan, num_tokens: int, budget: int) -> int:
+        limit = self._config.max_chunk_tokens if step.num_decoding else budget
+        return min(num_tokens, budget, limit)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> int:
+        """Allocate slots for up to num_tokens tokens; returns how many. Younger sequences give way, the youngest
+        itself takes what is there and else stands still, as the older ones go on and will free memory."""
+        while not self.manager.allocate_slots(sequence, num_tokens):
+            if self._num_releasing:  # blocks come back when a step in flight retires
+                return 0
+            victim = self.running[-1]
+            if victim is not sequence:
+                self._preempt(victim)
+                continue
+            fitting = self.manager.num_tokens_that_fit(sequence)
+            if not 0 < fitting < num_tokens:
+                return 0
+            num_tokens = fitting
+        return num_tokens
+
+    def _schedule_waiting(self, step: StepPlan) -> None:
+        manager = self.manager
+        if not self.waiting or not self._free_rows or step.budget <= 0:
+            return
+        # what running sequences will still allocate for the tokens they have
+        promised = sum(map(manager.num_missing_blocks, self.running))
+        passed_over: list[Sequence] = []
+        while self.waiting and self._free_rows and step.budget > 0:
+            sequence = self.waiting[0]
+            if sequence.releasing:
+                break
+            match = None if manager.is_claimed(sequence.waits_for) else manager.match_prefix(sequence)
+            if match is None or manager.is_claimed(match.next_name):
+                if match is not None:
+                    sequence.waits_for = match.next_name
+                passed_over.append(self.waiting.popleft())
+                continue
+            needed = manager.num_blocks_to_admit(sequence, match)
+            # one block of headroom per running sequence, so that the newcomer is not preempted at once
+            if needed + promised + len(self.running) > manager.num_free_blocks:
+                break
+            self.waiting.popleft()
+            self._admit(step, sequence, match)
+            promised += manager.num_missing_blocks(sequence)
+            self.running += step.forked
+            step.forked.clear()
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _admit(self, step: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
+        sequence.waits_for = None
+        self._start(step, sequence)
+        self.running.append(sequence)
+        num_cached = self.manager.begin(sequence, match)
+        request = sequence.request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            if self.manager.enable_prefix_caching:
+                self.manager.count_prefix_query(sequence.num_prompt_tokens, request.num_cached_tokens)
+        num_tokens = self._chunk(step, sequence.num_uncomputed_tokens, step.budget)
+        fits = self.manager.allocate_slots(sequence, num_tokens, announce=False)
+        assert fits, "admission counted the blocks"
+        step.new_rows.append(_new_row(sequence))
+        self._add(step, sequence, num_tokens)
+
+    def _add(self, step: StepPlan, sequence: Sequence, num_tokens: int) -> None:
+        index = len(step.rows)
+        if step.add(sequence, num_tokens) and sequence.siblings:
+            self._fork_siblings(step, sequence, index)
+
+    def _fork_siblings(self, step: StepPlan, primary: Sequence, index: int) -> None:
+        """The prompt will be computed: its other choices sample from the same logits, as far as rows are free."""
+        self._num_unforked -= len(primary.siblings)
+        for sibling in primary.siblings:
+            if not self._free_rows:
+                step.overflow.append(sibling)
+                continue
+            self._start(step, sibling)
+            self.manager.fork(primary, sibling)
+            sibling.num_computed_tokens = primary.num_computed_tokens
+            step.new_rows.append(_new_row(sibling))
+            step.add(sibling, sibling.num_prompt_tokens - sibling.num_computed_tokens, logits_from=index)
+            step.forked.append(sibling)
+        primary.siblings = []
+
+    def _start(self, step: StepPlan, sequence: Sequence) -> None:
+        sequence.row = heappop(self._free_rows)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = step.now
+
+    # -- update
+
+    def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> Changes:
+        """Take in what the oldest step in flight computed. Raises RuntimeError if the answer is not of that step."""
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or not step.step_id == batch.step_id == output.step_id:
+            raise RuntimeError(f"step {batch.step_id}, answered as {output.step_id}, is not the oldest in flight")
+        if len(output.rows) != len(step.entries):
+            raise RuntimeError(f"step {batch.step_id} has {len(step.entries)} rows, the answer {len(output.rows)}")
+        self._last_step = self._in_flight.popleft()
+        collected = Collected(now)
+        for entry, row in zip(step.entries, output.rows, strict=True):
+            self._take(entry, row, collected)
+        return collected.freeze()
+
+    def fail_step(self, batch: ScheduledBatch, message: str, now: float) -> Changes:
+        """A step in flight, the oldest or a later one, came to nothing: its sequences end with "error", the others
+        live on."""
+        collected = Collected(now)
+        step = next((s for s in self._in_flight if s.step_id == batch.step_id), None)
+        if step is None:
+            raise RuntimeError(f"step {batch.step_id} is not in flight")
+        self._in_flight.remove(step)
+        for entry in step.entries:
+            self._take(entry, RowOutput(error=message), collected)
+        return collected.freeze()
+
+    def _take(self, entry: Entry, row: RowOutput, collected: Collected) -> None:
+        sequence = entry.sequence
+        sequence.retire(entry.end, entry.samples)
+        if sequence.status is SequenceStatus.FINISHED:
+            self._num_discarded += len(row.token_ids)
+        elif row.error is not None:
+            self._end(sequence, "error", collected, row.error)
+        else:
+            self.manager.commit(sequence)
+            if entry.samples:
+                self._append(sequence, row, collected)
+        if sequence.releasing and not sequence.num_steps_in_flight:
+            self._num_releasing -= 1
+            self._release(sequence)
+
+    def _append(self, sequence: Sequence, row: RowOutput, collected: Collected) -> None:
+        if len(row.token_ids) != 1:
+            raise RuntimeError(f"row {sequence.row} was to sample one token, got {len(row.token_ids)}")
+        token_id = row.token_ids[0]
+        if sequence.first_token_s is None:
+            sequence.first_token_s = collected.now
+        reason = sequence.append(token_id)
+        output = SequenceOutput(
+            sequence.request.prompt_index,
+            sequence.choice_index,
+            row.token_ids,
+            row.logprobs,
+            row.top_logprobs,
+            reason,
+            token_id if reason == "stop" else None,
+            sequence.request.num_cached_tokens or 0,
+        )
+        collected.outputs.setdefault(sequence.request.stream_id, []).append(output)
+        if reason is not None:
+            self._close(sequence, reason, collected)
+
+    # -- the end of a sequence, and of its stay
+
+    def _end(self, sequence: Sequence, reason: FinishReason, collected: Collected, error: str | None = None) -> None:
+        """End it without another token. Choices not yet forked share its error, or go on without it."""
+        output = SequenceOutput(
+            sequence.request.prompt_index,
+            sequence.choice_index,
+            finish_reason=reason,
+            num_cached_tokens=sequence.request.num_cached_tokens or 0,
+            error=error,
+        )
+        collected.outputs.setdefault(sequence.request.stream_id, []).append(output)
+        if reason == "error":
+            for sibling in tuple(sequence.siblings):
+                self._end(sibling, reason, collected, error)
+        self._close(sequence, reason, collected)
+
+    def _close(self, sequence: Sequence, reason: FinishReason, collected: Collected) -> None:
+        collected.finished.append(sequence.stats(reason, collected.now))
+        stream_id = sequence.request.stream_id
+        live = self._live[stream_id]
+        del live[sequence.request.prompt_index, sequence.choice_index]
+        if not live:
+            del self._live[stream_id]
+        self._leave_queue(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._leave_row(sequence)
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        """Out of running, waiting or its primary's siblings; its own siblings get a new primary."""
+        place = 0
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            place = self.waiting.index(sequence)
+            del self.waiting[place]
+        else:
+            primary = next(s for s in sequence.request.sequences if sequence in s.siblings)
+            primary.siblings.remove(sequence)
+            self._num_unforked -= 1
+        if sequence.siblings:
+            heir, *rest = sequence.siblings
+            sequence.siblings, heir.siblings = [], rest
+            self._num_unforked -= 1
+            self.waiting.insert(place, heir)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of waiting. Its tokens stay, its blocks stay cached until others need them."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+        self._leave_row(sequence)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        if sequence.row is None or sequence.releasing:
+            return
+        if sequence.num_steps_in_flight:
+            self.manager.unclaim(sequence)
+            sequence.releasing = True
+            self._num_releasing += 1
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        self.manager.free(sequence)
+        self._freed_rows.append(sequence.row)
+        heappush(self._free_rows, sequence.row)
+        sequence.row = None
+
+    # -- numbers
+
+    def step_stats(self, *, schedule_s: float = 0.0, execute_s: float = 0.0, update_s: float = 0.0) -> StepStats:
+        """Gauges of this moment, and what the step updated last computed; told once, then its counts are zero."""
+        step, self._last_step = self._last_step, StepPlan(0.0, 0, step_id=self._last_step.step_id)
+        return StepStats(
+            step_id=step.step_id,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_scheduled_seqs=len(step.entries),
+            num_prompt_tokens=step.num_prompt_tokens,
+            num_decode_tokens=step.num_decode_tokens,
+            num_preemptions_total=self._num_preemptions,
+            num_recomputed_tokens_total=self._num_recomputed,
+            num_discarded_tokens_total=self._num_discarded,
+            schedule_s=schedule_s,
+            execute_s=execute_s,
+            update_s=update_s,
+            cache=self.manager.stats(),
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless rows, blocks and queues add up. For tests."""
+        named = {id(e.sequence): e.sequence for step in self._in_flight for e in step.entries}
+        live = {id(s): s for stream in self._live.values() for s in stream.values()}
+        holders = [s for s in {**named, **live}.values() if s.row is not None]
+        rows = [s.row for s in holders if s.row is not None]
+        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), "every row once"
+        self.manager.check(holders)
+        assert self._num_releasing == sum(s.releasing for s in holders)
+        assert all(s.num_steps_in_flight for s in holders if s.releasing)
+        assert {id(s) for s in self.running} == {id(s) for s in live.values() if s.status is SequenceStatus.RUNNING}
+        unforked = [s for primary in live.values() for s in primary.siblings]
+        assert len(unforked) == self._num_unforked
+        assert len(self.running) + len(self.waiting) + len(unforked) == len(live)
+        if not self.has_work:
+            assert not live
+            assert self.manager.num_free_blocks == self.manager.allocator.num_blocks, "blocks leaked"
+
+
+def _new_row(sequence: Sequence) -> NewRow:
+    assert sequence.row is not None
+    request = sequence.request
+    return NewRow(
+        row=sequence.row,
+        token_ids=tuple(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        block_tables=tuple(map(tuple, sequence.block_tables)),
+        params=request.params,
+        seed_key=sequence.seed_key,
+        eos_token_ids=request.eos_token_ids,
+    )

@@ -1,0 +1,79 @@
+"""One step of the scheduler: what is planned for it while it is built and in flight, and what came of it.
+
+Knows sequences and the rows of a batch; decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.batch import NewRow, ScheduledRow
+from engine.outputs import SequenceOutput
+from engine.sequence import Sequence
+from engine.stats import RequestStats
+
+
+class Changes(NamedTuple):
+    """What the world outside must learn: per stream id the outputs of its sequences, and who ended."""
+
+    outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...] = ()
+    finished: tuple[RequestStats, ...] = ()
+
+
+@dataclass(slots=True)
+class Collected:
+    """Changes while they are being made."""
+
+    now: float
+    outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
+    finished: list[RequestStats] = field(default_factory=list)
+
+    def freeze(self) -> Changes:
+        return Changes(tuple((k, tuple(v)) for k, v in self.outputs.items()), tuple(self.finished))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of a step: afterwards the sequence's tokens up to `end` are computed."""
+
+    sequence: Sequence
+    end: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is planned, then while it is in flight."""
+
+    now: float
+    budget: int
+    rows: list[ScheduledRow] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)  # will run from the next step on
+    overflow: list[Sequence] = field(default_factory=list)  # siblings without a row: to the front of waiting
+    num_decoding: int = 0
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    step_id: int = 0
+
+    def add(self, sequence: Sequence, num_tokens: int, logits_from: int | None = None) -> bool:
+        """Schedule tokens of a sequence that has a row and slots; True if it samples. With logits_from it computes
+        nothing itself: the tokens are those of that other row, in the same step or before."""
+        start, end = sequence.position, sequence.position + num_tokens
+        computes = num_tokens if logits_from is None else 0
+        if computes:
+            known = max(start, sequence.high_water)
+            decode = max(0, end - max(known, sequence.num_prompt_tokens))
+            self.num_decode_tokens += decode
+            self.num_prompt_tokens += num_tokens - decode
+            self.num_recomputed_tokens += min(end, known) - start
+            self.budget -= num_tokens
+        samples = sequence.schedule(num_tokens)
+        index = len(self.rows) if logits_from is None else logits_from
+        assert sequence.row is not None
+        self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None))
+        self.entries.append(Entry(sequence, end, samples))
+        return samples
