@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from engine.config import StartError
 from engine.stop_matcher import StopMatcher, StopStrings
 from engine.token_bytes import ByteTable
 
@@ -141,13 +143,11 @@ def _without_control(backend: Backend, added: Mapping[int, AddedToken], control:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if getattr(backend, part) is not None:
             setattr(plain, part, getattr(backend, part))
-    for token_id, token in sorted(added.items()):
-        if token.content in control:
-            plain.add_special_tokens([token])
-        else:
-            plain.add_tokens([token])
-        if plain.token_to_id(token.content) != token_id:
-            raise ValueError(f"added token {token_id} would get another id")
+    tokens = [token for _, token in sorted(added.items())]
+    for is_control, run in groupby(tokens, key=lambda token: token.content in control):
+        (plain.add_special_tokens if is_control else plain.add_tokens)(list(run))  # each call rebuilds a search tree
+    if any(plain.token_to_id(token.content) != token_id for token_id, token in added.items()):
+        raise StartError("The tokenizer's added tokens do not follow its vocabulary, so their ids are not clear.")
     if backend.post_processor is not None:
         plain.post_processor = backend.post_processor
     plain.encode_special_tokens = True
