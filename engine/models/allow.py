@@ -47,13 +47,19 @@ def load_config(hf_config: Mapping[str, Any]) -> Any:
     config_class = getattr(_package(model_type), CONFIG_MAPPING_NAMES[model_type])
     try:
         return config_class.from_dict(values)
-    except (TypeError, ValueError, KeyError) as error:
-        raise StartError(f"config.json of model type {model_type!r} cannot be read: {error}.") from error
+    except Exception as error:  # config classes validate themselves and raise kinds of their own
+        raise StartError(f"config.json of model type {model_type!r} cannot be used: {one_line(error)}.") from error
 
 
 def model_class(config: Any) -> Any:
     """The ForCausalLM class of `config`; imports only that model's module (AutoModel imports far more)."""
     return getattr(_package(config.model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's text, without its full stop, to stand inside a sentence."""
+    text = str(error).strip()
+    return (text.splitlines()[0].rstrip(".:") if text else type(error).__name__)[:200]
 
 
 def _package(model_type: str) -> Any:
@@ -108,18 +114,19 @@ def max_exact_position(config: Any) -> int:
     for parameters in rope_parameter_sets(config).values():
         if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             original: int | None = parameters.get("original_max_position_embeddings")
-            limit = min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, limit if original is None else original)
     return limit
 
 
 def expected_lookback(config: Any, num_calls: int) -> list[tuple[int | None, int | None]]:
     """(window, chunk) in tokens that config.json implies for each attention call, in call order."""
-    window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None or len(layer_types) == 0:
         uses_window = window is not None and getattr(config, "use_sliding_window", True)
-        return [(int(window) if uses_window else None, None)] * num_calls
+        return [(window if uses_window else None, None)] * num_calls
     if num_calls % len(layer_types):
         raise StartError(
             f"Model type {config.model_type!r} makes {num_calls} attention calls for {len(layer_types)} layer types, "
@@ -129,8 +136,8 @@ def expected_lookback(config: Any, num_calls: int) -> list[tuple[int | None, int
     lookback: list[tuple[int | None, int | None]] = []
     for name in layer_types:
         entry = (
-            int(window) if name == "sliding_attention" and window is not None else None,
-            int(chunk) if name == "chunked_attention" and chunk is not None else None,
+            window if name == "sliding_attention" else None,
+            chunk if name == "chunked_attention" else None,
         )
         lookback.extend([entry] * calls_per_layer)
     return lookback

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, LayerSpec, PagedLayer
 from engine.config import StartError
-from engine.models.allow import check_tree, expected_lookback, expected_softcap
+from engine.models.allow import check_tree, expected_lookback, expected_softcap, one_line
 from engine.models.attention_hook import CallRecorder, PagedCalls, RecordedCall
 from engine.models.rope_table import RopeTable
 
@@ -96,10 +96,12 @@ def record_calls(tree: Any) -> list[RecordedCall]:
     ids = torch.zeros(1, DRY_RUN_TOKENS, dtype=torch.int64)
     try:
         tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS).unsqueeze(0), use_cache=False)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+    except StartError:
+        raise
+    except Exception as error:  # modelling code that insists on its own cache fails in any way it likes
         raise StartError(
-            f"Model type {tree.config.model_type!r} cannot run without a cache object of its own: "
-            f"{type(error).__name__}: {error}."
+            f"Model type {tree.config.model_type!r} does not run over a foreign cache "
+            f"({type(error).__name__}: {one_line(error)})."
         ) from error
     finally:
         for module in modules:

@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig, local_torch_dtype
 
 from engine.config import StartError
-from engine.models.allow import float32_parameters, model_class
+from engine.models.allow import float32_parameters, model_class, one_line
 
 NOISE_STD = 0.02  # of dummy weights
 
@@ -29,8 +29,13 @@ def build_tree(config: Any, dtype: torch.dtype, implementation: str) -> Any:
     Raises StartError if the attention implementation did not take."""
     cls = model_class(config)
     config._attn_implementation = implementation
-    with local_torch_dtype(dtype), no_init_weights():
-        tree = cls(config)
+    try:
+        with local_torch_dtype(dtype), no_init_weights():
+            tree = cls(config)
+    except Exception as error:  # modelling code meets a config it was not written for: any kind of error
+        raise StartError(
+            f"A model of type {config.model_type!r} cannot be built from its config: {one_line(error)}."
+        ) from error
     tree.tie_weights(recompute_mapping=False)
     if tree.config._attn_implementation != implementation:
         raise StartError(f"Model type {config.model_type!r} refused the attention implementation {implementation!r}.")

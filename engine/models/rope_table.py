@@ -59,28 +59,49 @@ class RopeTable(nn.Module):
         return functional.embedding(position_ids, cos), functional.embedding(position_ids, sin)
 
 
-def rope_layer_types(module: nn.Module) -> tuple[str, ...] | None:
-    """The layer types a rotary module distinguishes, () if one set serves all; None: not a rotary module.
+def make_table(source: nn.Module, dtype: torch.dtype, limit: int) -> RopeTable | None:
+    """A table in the place of `source`; None if that is no rotary module or does not answer (cos, sin) per position.
 
-    Recognised by structure: frequency buffers and a rope_type, nothing trained."""
+    Recognised by structure (frequency buffers and a rope_type, nothing trained), then compared with the source."""
+    layer_types = _layer_types(source)
+    if layer_types is None or not _answers_cos_sin(source, layer_types, dtype):
+        return None
+    table = RopeTable(source, layer_types, dtype, limit)
+    return table if _matches(table, source, layer_types, dtype, limit) else None
+
+
+def _layer_types(module: nn.Module) -> tuple[str, ...] | None:
     names = [name for name, _ in module.named_buffers(recurse=False)]
     if not any(name.endswith("inv_freq") for name in names) or any(True for _ in module.parameters()):
         return None
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, str):
         return ()
-    if isinstance(rope_type, dict):
-        return tuple(cast("dict[str, str]", rope_type))
-    return None
+    return tuple(cast("dict[str, str]", rope_type)) if isinstance(rope_type, dict) else None
 
 
-def matches(table: RopeTable, source: nn.Module, dtype: torch.dtype) -> bool:
-    """True if the table answers as the module does, at scattered positions, to float32 rounding."""
-    positions = torch.tensor([[0, 1, 7, 200, 511, 1023]])
-    like = torch.empty(1, 1, 1, dtype=dtype)
-    for key in table._keys:
-        options: dict[str, Any] = {} if key is None else {"layer_type": key}
-        for ours, theirs in zip(table(like, positions, **options), source(like, positions, **options), strict=True):
-            if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=0):
+def _answer(source: nn.Module, positions: list[int], key: str | None, dtype: torch.dtype) -> Any:
+    options = {} if key is None else {"layer_type": key}
+    return source(torch.empty(1, 1, 1, dtype=dtype), torch.tensor([positions]), **options)
+
+
+def _answers_cos_sin(source: nn.Module, layer_types: tuple[str, ...], dtype: torch.dtype) -> bool:
+    answer = _answer(source, [0, 1], layer_types[0] if layer_types else None, dtype)
+    return (
+        isinstance(answer, tuple)
+        and len(answer) == 2
+        and all(isinstance(part, Tensor) and part.dtype == dtype and part.shape[:2] == (1, 2) for part in answer)
+    )
+
+
+def _matches(
+    table: RopeTable, source: nn.Module, layer_types: tuple[str, ...], dtype: torch.dtype, limit: int
+) -> bool:
+    positions = [position for position in (0, 1, 7, 200, 511, 1023) if position < limit]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for key in layer_types or (None,):
+        ours, theirs = _answer(table, positions, key, dtype), _answer(source, positions, key, dtype)
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine.shape != other.shape or float((mine.float() - other.float()).abs().max()) > tolerance:
                 return False
     return True

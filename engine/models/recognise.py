@@ -1,0 +1,174 @@
+"""What a module computes, found out by running it: on random inputs, against each function we have an op for.
+
+Names and classes say nothing reliable about rounding order (three RMS norms differ only there), so structure
+narrows the candidates and arithmetic decides. Answers None for whatever matches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from engine import ops
+from engine.ops import ActivationKind, NormVariant
+
+NORM_VARIANTS: tuple[NormVariant, ...] = ("llama", "gemma", "f32")
+ACTIVATIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+# What a module raises that wants other arguments than one tensor: it is not what we are looking for.
+NO_MATCH = (TypeError, ValueError, IndexError, RuntimeError, AttributeError)
+MAX_DIFFERING = 0.05  # share of elements that may differ by rounding between equal bfloat16 functions
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(20)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def _close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    scale = float(theirs.float().abs().max()) or 1.0
+    return float((ours.float() - theirs.float()).abs().max()) <= tolerance * scale
+
+
+@dataclass(frozen=True, slots=True)
+class LinearParts:
+    """weight: [out_features, in_features], in whatever memory order it came."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def linear_parts(module: nn.Module) -> LinearParts | None:
+    """Weight and bias of a plain linear layer. Subclasses may do more, so only the exact classes count."""
+    if type(module) is nn.Linear:
+        return LinearParts(module.weight, module.bias)
+    if type(module) is Conv1D:
+        weight, bias = cast(Tensor, module.weight), cast(Tensor, module.bias)
+        return LinearParts(weight.t(), bias)
+    return None
+
+
+def norm_eps(module: nn.Module) -> float | None:
+    """The epsilon of something shaped like an RMS norm: one 1-D weight, nothing else but scalars."""
+    parameters = list(module.parameters())
+    if len(parameters) != 1 or parameters[0].dim() != 1 or "weight" not in module._parameters:
+        return None
+    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return None
+    for name in ("eps", "variance_epsilon", "epsilon"):
+        value = getattr(module, name, None)
+        if isinstance(value, float) and 0.0 < value < 0.1:
+            return value
+    return None
+
+
+def norm_variant(module: nn.Module, eps: float) -> NormVariant | None:
+    """Which variant of ops.rms_norm the module is, in float32 and in its own dtype."""
+    own = cast(Tensor, module.weight)
+    weight, x = 1 + 0.5 * _random(own.numel()), 3 * _random(8, own.numel())
+    expected = functional_call(module, {"weight": weight}, (x,))
+    fits = [v for v in NORM_VARIANTS if _close(ops.rms_norm(x, weight, eps, v), expected, 1e-5)]
+    if own.dtype == torch.float32 or not fits:
+        return fits[0] if fits else None
+    weight, x = weight.to(own.dtype), x.to(own.dtype)
+    expected = functional_call(module, {"weight": weight}, (x,))
+    differing = {v: float((ops.rms_norm(x, weight, eps, v) != expected).float().mean()) for v in fits}
+    best = min(differing, key=lambda v: differing[v])
+    return best if differing[best] <= MAX_DIFFERING else None
+
+
+def activation_kind(module: nn.Module, dtype: torch.dtype) -> ActivationKind | None:
+    """Which kind of ops.activation a leaf module without parameters is."""
+    if any(True for _ in module.children()) or any(True for _ in module.parameters()):
+        return None
+    x = torch.linspace(-9, 9, 512)
+    try:
+        expected = module(x)
+        expected_own = module(x.to(dtype))
+    except NO_MATCH:
+        return None
+    if not isinstance(expected, Tensor) or not isinstance(expected_own, Tensor):
+        return None
+    for kind in ACTIVATIONS:
+        same = _close(ops.activation(x, kind), expected, 1e-6)
+        if same and _close(ops.activation(x.to(dtype), kind), expected_own, 1e-6 if dtype == x.dtype else 1e-2):
+            return kind
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedParts:
+    """down(act(gate(x)) * up(x))."""
+
+    gate: LinearParts
+    up: LinearParts
+    down: LinearParts
+    kind: ActivationKind
+
+
+def gated_parts(module: nn.Module) -> GatedParts | None:
+    """The parts of a gated MLP: two or three linear layers and at most an activation, and the arithmetic fits."""
+    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers()):
+        return None
+    linears = []
+    for child in module.children():
+        parts = linear_parts(child)
+        if parts is not None:
+            linears.append(parts)
+        elif any(True for _ in child.parameters()):
+            return None
+    candidates = _gated_candidates(linears)
+    if not candidates:
+        return None
+    x = _random(4, candidates[0][0].weight.shape[1], dtype=candidates[0][0].weight.dtype)
+    try:
+        expected = module(x)
+    except NO_MATCH:
+        return None
+    tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
+    for gate, up, down in candidates:
+        for kind, activate in ACTIVATIONS.items():
+            inner = activate(functional.linear(x, gate.weight, gate.bias)) * functional.linear(x, up.weight, up.bias)
+            if isinstance(expected, Tensor) and _close(
+                functional.linear(inner, down.weight, down.bias), expected, tolerance
+            ):
+                return GatedParts(gate, up, down, kind)
+    return None
+
+
+def _gated_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, LinearParts, LinearParts]]:
+    """Every reading of the layers as (gate, up, down) that the shapes allow."""
+    if len(linears) == 3:
+        return [
+            (linears[a], linears[b], linears[c])
+            for a, b, c in ((0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0), (2, 1, 0))
+            if linears[a].weight.shape == linears[b].weight.shape == linears[c].weight.shape[::-1]
+        ]
+    if len(linears) == 2:
+        for wide, down in (linears, linears[::-1]):
+            out_features, in_features = down.weight.shape
+            if wide.weight.shape == (2 * in_features, out_features):
+                first, second = _halves(wide)
+                return [(first, second, down), (second, first, down)]
+    return []
+
+
+def _halves(wide: LinearParts) -> tuple[LinearParts, LinearParts]:
+    half = wide.weight.shape[0] // 2
+    bias = wide.bias
+    return (
+        LinearParts(wide.weight[:half], None if bias is None else bias[:half]),
+        LinearParts(wide.weight[half:], None if bias is None else bias[half:]),
+    )

@@ -1,0 +1,258 @@
+"""The load-time self-check: does this model, over our paged cache, compute what transformers computes?
+
+Two halves. In small: the config shrunk to tiny width with windows of eight tokens, over three windows in chunks of
+five and beside another sequence, float32, against transformers' own eager attention and masks, with a negative
+control. On the real weights: a few tokens, to catch what depends on them. The verdict is kept in the user's cache
+directory, keyed by everything that could change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from engine import ops
+from engine.attention.base import AttentionBackend, AttentionMetadata, PagedLayer
+from engine.config import StartError
+from engine.models.allow import one_line
+from engine.models.attention_hook import IMPLEMENTATION, select_implementation
+from engine.models.backbone import Backbone
+from engine.models.build import build_tree
+from engine.models.shrink import VOCAB_SIZE, WINDOW, draw_weights, shrunk_config
+from engine.models.swap import swap_modules
+from engine.models.user_cache import cache_root, write_atomically
+
+logger = logging.getLogger("pagemill.engine")
+
+VERSION = 1  # of the check itself: raising it invalidates kept verdicts
+BLOCK_SIZE = 16
+NUM_TOKENS = 3 * WINDOW + 2
+CHUNK = 5
+MAX_DIFFERENCE = 1e-5  # of the largest logit, float32
+MIN_CONTROL = 1e-2  # a model that sees less must differ at least this much
+REAL_TOKENS = 24
+REAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # root mean square, relative
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """difference, control: relative to the largest logit. batch_invariant: rows kept their bits beside others."""
+
+    difference: float
+    control: float
+    batch_invariant: bool
+
+
+class PagedRun:
+    """Feeds sequences to a backbone in pieces over a small cache of its own with shuffled blocks."""
+
+    def __init__(self, backbone: Backbone, num_blocks: int = 16) -> None:
+        self._backbone = backbone
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
+        self._free: list[int] = order.tolist()
+        self._tables: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        for layer in backbone.layers:
+            _attach_cache(layer, num_blocks, backbone.dtype)
+
+    def step(self, pieces: Sequence[tuple[int, list[int]]]) -> list[Tensor]:
+        """pieces: (sequence, its next token ids). Returns per piece the logits [num_tokens, vocab], float32."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, tokens in pieces:
+            table = self._tables.setdefault(sequence, [])
+            start = self._lengths.get(sequence, 0)
+            end = start + len(tokens)
+            while len(table) * BLOCK_SIZE < end:
+                table.append(self._free.pop())
+            ids += tokens
+            positions += range(start, end)
+            slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
+            self._lengths[sequence] = end
+        logits = self._backbone.forward(
+            torch.tensor(ids), torch.tensor(positions), self._metadata(pieces, slots), torch.arange(len(ids))
+        )
+        return list(torch.split(logits, [len(tokens) for _, tokens in pieces]))
+
+    def _metadata(self, pieces: Sequence[tuple[int, list[int]]], slots: list[int]) -> AttentionMetadata:
+        tables = [self._tables[sequence] for sequence, _ in pieces]
+        width = max(map(len, tables))
+        starts = [0]
+        for _, tokens in pieces:
+            starts.append(starts[-1] + len(tokens))
+        seq_lens = [self._lengths[sequence] for sequence, _ in pieces]
+        return AttentionMetadata(
+            block_tables=torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            max_query_len=max(len(tokens) for _, tokens in pieces),
+            max_seq_len=max(seq_lens),
+        )
+
+    def close(self) -> None:
+        """Give the layers back without a cache."""
+        for layer in self._backbone.layers:
+            layer.key_cache = layer.value_cache = None
+
+
+def _attach_cache(layer: PagedLayer, num_blocks: int, dtype: torch.dtype) -> None:
+    spec = layer.spec
+    split = spec.num_kv_heads * BLOCK_SIZE * spec.key_dim
+    per_block = split + spec.num_kv_heads * BLOCK_SIZE * spec.value_dim
+    blocks = torch.full((num_blocks, per_block), float("nan"), dtype=dtype)
+    layer.key_cache = blocks[:, :split].view(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.key_dim)
+    layer.value_cache = blocks[:, split:].view(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.value_dim)
+
+
+def check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
+    """The first half. Raises StartError if the paged model differs from transformers' or the control does not."""
+    tokens = _tokens(NUM_TOKENS)
+    tree, expected = _small_model(config, tokens)
+    other = _tokens(NUM_TOKENS - 9, seed=12)
+    expected_other = _plain(tree, other)
+    alone = torch.stack([_plain(tree, [token], position)[0] for position, token in enumerate(tokens)])
+    select_implementation(tree, IMPLEMENTATION)
+    report = swap_modules(tree, torch.float32, NUM_TOKENS + 1)
+    backbone = Backbone(tree, backend, batch_invariant=report.batch_invariant, num_parameters=0)
+    first, second = _in_chunks(backbone, tokens, other)
+    scale = float(expected.abs().max())
+    difference = max(float((first - expected).abs().max()), float((second - expected_other).abs().max())) / scale
+    control = float((alone - expected)[1:].abs().max()) / scale
+    if not difference < MAX_DIFFERENCE:
+        raise StartError(
+            f"Model type {config.model_type!r} computes something else over the paged cache than in transformers "
+            f"(difference {difference:.1e} of the largest logit), so it is refused."
+        )
+    if not control > MIN_CONTROL:
+        raise StartError(
+            f"The self-check of model type {config.model_type!r} proves nothing: without attention its logits move by "
+            f"only {control:.1e}."
+        )
+    return Verdict(difference, control, report.batch_invariant and _keeps_bits(backbone, tokens, first))
+
+
+def _small_model(config: Any, tokens: list[int]) -> tuple[Any, Tensor]:
+    """(tree, its plain logits of `tokens`): shrunk in width too if transformers can run it so, else in depth only."""
+    error: Exception
+    for keep_width in (False, True):
+        try:
+            tree = build_tree(shrunk_config(config, keep_width=keep_width), torch.float32, "eager")
+            draw_weights(tree)
+            return tree, _plain(tree, tokens)
+        except Exception as failure:  # sizes that do not fit together fail anywhere in modelling code
+            error = failure
+    raise StartError(f"Model type {config.model_type!r} cannot be checked in small: {one_line(error)}.") from error
+
+
+def _tokens(count: int, seed: int = 11, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+    return ids
+
+
+@torch.inference_mode()
+def _plain(tree: Any, tokens: list[int], first_position: int = 0) -> Tensor:
+    """transformers' own logits [num_tokens, vocab], float32."""
+    positions = torch.arange(first_position, first_position + len(tokens)).unsqueeze(0)
+    output = tree(input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False)
+    logits: Tensor = output.logits[0]
+    return logits.float()
+
+
+def _in_chunks(backbone: Backbone, tokens: list[int], other: list[int]) -> tuple[Tensor, Tensor]:
+    """Both sequences in chunks of five, the second one step behind."""
+    run = PagedRun(backbone)
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    for start in range(0, len(tokens) + CHUNK, CHUNK):
+        pieces = [(0, tokens[start : start + CHUNK]), (1, other[start - CHUNK : start] if start else [])]
+        pieces = [piece for piece in pieces if piece[1]]
+        for (sequence, _), logits in zip(pieces, run.step(pieces) if pieces else (), strict=True):
+            (second if sequence else first).append(logits)
+    run.close()
+    return torch.cat(first), torch.cat(second)
+
+
+def _keeps_bits(backbone: Backbone, tokens: list[int], reference: Tensor) -> bool:
+    """True if a sequence's logits are bitwise those of `reference` alone, at once, and beside six others."""
+    run = PagedRun(backbone)
+    alone = run.step([(0, tokens)])[0]
+    others = [(s, _tokens(3 * s, seed=s)) for s in range(1, 7)]
+    run = PagedRun(backbone, num_blocks=32)
+    beside = torch.cat([run.step([(0, tokens[:1]), *others])[0], run.step([(0, tokens[1:])])[0]])
+    run.close()
+    return bool(torch.equal(alone, reference)) and bool(torch.equal(beside, reference))
+
+
+def plain_logits(tree: Any) -> Tensor:
+    """Before the swap: what transformers computes on the real weights, [REAL_TOKENS, vocab], float32."""
+    select_implementation(tree, "eager")
+    try:
+        return _plain(tree, _real_tokens(tree.config.vocab_size))
+    finally:
+        select_implementation(tree, IMPLEMENTATION)
+
+
+def _real_tokens(vocab_size: int) -> list[int]:
+    return _tokens(REAL_TOKENS, vocab_size=vocab_size)
+
+
+def check_real(backbone: Backbone, expected: Tensor) -> None:
+    """The second half, after the swap. Raises StartError."""
+    tokens = _real_tokens(backbone.vocab_size)
+    run = PagedRun(backbone)
+    got = torch.cat([run.step([(0, tokens[start : start + 7])])[0] for start in range(0, len(tokens), 7)])
+    run.close()
+    difference = float((got - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+    tolerance = REAL_TOLERANCE.get(backbone.dtype, 0.1)
+    logger.info("Self-check on the real weights: difference %.1e (limit %.1e)", difference, tolerance)
+    if not difference < tolerance:
+        raise StartError(
+            f"On its real weights the model computes something else over the paged cache than in transformers "
+            f"(difference {difference:.1e}), so it is refused."
+        )
+
+
+class VerdictStore:
+    """Verdicts of earlier starts, in the user's cache directory. Losing them costs a check, never correctness."""
+
+    def __init__(self, cache_dir: str | None, content_hash: str, dtype: torch.dtype, backend: str) -> None:
+        library = ops.LIBRARY.stat()
+        parts: tuple[object, ...] = (
+            VERSION,
+            content_hash,
+            dtype,
+            backend,
+            ops.isa(),
+            library.st_size,
+            library.st_mtime_ns,
+            torch.__version__,
+            transformers.__version__,
+        )
+        name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        self._path: Path = cache_root(cache_dir) / "self_check" / f"{name}.json"
+
+    def load(self) -> Verdict | None:
+        try:
+            return Verdict(**json.loads(self._path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def save(self, verdict: Verdict) -> None:
+        data = json.dumps(asdict(verdict)).encode()
+        write: Callable[[Any], None] = lambda file: file.write(data)  # noqa: E731
+        try:
+            write_atomically(self._path, write)
+        except OSError as error:
+            logger.warning("The self-check's verdict could not be kept (%s); the next start repeats it.", error)
