@@ -20,9 +20,8 @@ class BlockHasher:
     """key: at most 64 bytes; None draws one. The same key gives the same names (a disk tier will want that)."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        self._root = blake2b(
-            digest_size=DIGEST_BYTES, key=key or (key := secrets.token_bytes(32)), person=b"pagemill-root"
-        )
+        key = secrets.token_bytes(32) if key is None else key
+        self._root = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"pagemill-root")
         self._block = blake2b(digest_size=DIGEST_BYTES, key=key, person=b"pagemill-block")
 
     def root(self, *, cache_salt: str = "", adapter: str = "") -> bytes:

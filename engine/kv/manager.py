@@ -72,27 +72,26 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return PrefixMatch(tuple(() for _ in groups))
         size, tokens = self.block_size, sequence.token_ids
-        self._extend_names(sequence, len(tokens) // size)
-        names, parent = sequence.block_names, self._root_name(sequence)
+        parent = self._root_name(sequence)
+        next_name: bytes | None = None
         columns: list[list[Block]] = []
-        num_matchable = (len(tokens) - 1) // size
-        for index in range(num_matchable):
+        for index in range((len(tokens) - 1) // size):
+            self._extend_names(sequence, index + 1)  # only as far as needed: most waiting prompts stop early
+            next_name = sequence.block_names[index]
             content = tokens[index * size : (index + 1) * size]
-            found = [self.allocator.find(group, names[index], parent, content) for group in groups]
+            found = [self.allocator.find(group, next_name, parent, content) for group in groups]
             hits = [block for block in found if block is not None]
             if len(hits) < self.num_groups:
                 break
             columns.append(hits)
-            parent = names[index]
-        num_full = len(columns)
-        partial, num_partial = self._match_partial(
-            parent, tokens[num_full * size : min((num_full + 1) * size, len(tokens) - 1)]
-        )
+            parent, next_name = next_name, None
+        start = len(columns) * size
+        partial, num_partial = self._match_partial(parent, tokens[start : min(start + size, len(tokens) - 1)])
         return PrefixMatch(
             blocks=tuple(tuple(column[group] for column in columns) for group in groups),
             partial=partial,
             num_partial=num_partial,
-            next_name=names[num_full] if num_full < num_matchable else None,
+            next_name=next_name,
         )
 
     def is_claimed(self, name: bytes | None) -> bool:
@@ -124,6 +123,7 @@ class KVCacheManager:
             sequence.num_computed_tokens += match.num_partial
         if self.enable_prefix_caching:
             sequence.num_claimed_blocks = len(sequence.token_ids) // self.block_size
+            self._extend_names(sequence, sequence.num_claimed_blocks)
             for name in sequence.block_names[num_full : sequence.num_claimed_blocks]:
                 self._claims[name] += 1
         return sequence.num_computed_tokens
