@@ -19,6 +19,7 @@ from engine import ops
 from engine.attention.native import NativeAttention
 from engine.config import EngineConfig, StartError
 from engine.kv.cache import KVCache, bytes_per_token, num_blocks_for
+from engine.kv.manager import KVCacheManager
 from engine.models.loader import LoadedModel, load_model
 from engine.outputs import ModelInfo
 from engine.runner import ModelRunner
@@ -76,8 +77,15 @@ def load_engine(config: EngineConfig) -> EngineParts:
     runner.warm_up(config.scheduler.max_num_batched_tokens)
     seconds = {**model.load_seconds, "warm_up": time.monotonic() - started}
     info = _describe(config, model, max_model_len, vocab_size, num_blocks, seconds)
-    scheduler = Scheduler(config.scheduler, config.cache, num_blocks=num_blocks, max_model_len=max_model_len)
-    return EngineParts(runner, scheduler, model.tokenizer, info)
+    return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info)
+
+
+def new_scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:
+    """A scheduler over a fresh, empty pool of info.num_blocks blocks."""
+    manager = KVCacheManager(
+        info.num_blocks, info.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+    )
+    return Scheduler(config.scheduler, manager, info.max_model_len)
 
 
 def plan(config: EngineConfig) -> Plan:

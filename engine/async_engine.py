@@ -248,8 +248,10 @@ class AsyncEngine:
         num_sequences, num_tokens = stream.take_started()
         self._num_waiting -= num_sequences
         self._num_waiting_tokens -= num_tokens
-        if stream.ended and self._streams.pop(stream.stream_id, None) and not self._streams:
-            self._idle.set()
+        if stream.ended:
+            self._streams.pop(stream.stream_id, None)
+            if not self._streams:
+                self._idle.set()
 
     def _on_death(self, error: BaseException | None) -> None:
         logger.critical("the engine died", exc_info=error)

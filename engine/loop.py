@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
-from engine.outputs import Delivery, SequenceOutput
+from engine.outputs import Delivery
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stats import RequestStats
+from engine.step import Changes
 
 logger = logging.getLogger("pagemill.engine")
 
@@ -33,10 +34,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a stream, or one sequence of it; nothing more of it is delivered."""
+    """End a stream, or one sequence of it that the assembler found complete; nothing more of it is delivered."""
 
     stream_id: int
-    sequence: tuple[int, int] | None = None  # (prompt_index, choice_index); None: all
+    sequence: tuple[int, int] | None = None  # (prompt_index, choice_index); None: all, their reader has left
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +109,26 @@ class EngineLoop(threading.Thread):
 
     def _receive(self) -> None:
         """Wait until there is something to do, then empty the inbox."""
-        if not self._scheduler.has_work and not self._in_flight:
+        if not self._scheduler.has_work:
             self._wake.wait()
         self._wake.clear()
-        aborted = False
+        ended: list[RequestStats] = []
         while self._inbox:
             command = self._inbox.popleft()
             match command:
                 case Submit(requests):
                     for request in requests:
                         self._scheduler.add(request)
-                case Abort(stream_id, sequence):
-                    self._scheduler.abort(stream_id, sequence)
-                    aborted = True
+                case Abort(stream_id, None):
+                    ended += self._scheduler.abort(stream_id, now=time.monotonic()).finished
+                case Abort(stream_id, (prompt, choice)):
+                    ended += self._scheduler.abort(
+                        stream_id, prompt, choice, now=time.monotonic(), reason="stop"
+                    ).finished
                 case Stop():
                     self._stopping = True
-        if aborted and not self._scheduler.has_work:  # no step will follow to refresh the gauges
-            self._hand_over((), (), None)
+        if ended:  # gauges and counters must not wait for a step that may never follow
+            self._hand_over(Changes(finished=tuple(ended)))
 
     def _step(self) -> None:
         """schedule -> execute -> update -> deliver."""
@@ -136,6 +140,7 @@ class EngineLoop(threading.Thread):
             try:
                 handle = self._runner.launch(batch)
             except Exception as error:
+                self._retire_all()
                 self._fail(batch, error)
                 return
             self._in_flight.append(Flight(batch, handle, scheduled - started, time.monotonic() - scheduled))
@@ -144,6 +149,10 @@ class EngineLoop(threading.Thread):
         if not self._in_flight:
             self.step_started_s = None
 
+    def _retire_all(self) -> None:
+        while self._in_flight:
+            self._retire(self._in_flight.popleft())
+
     def _retire(self, flight: Flight) -> None:
         waited = time.monotonic()
         try:
@@ -151,30 +160,21 @@ class EngineLoop(threading.Thread):
         except Exception as error:
             self._fail(flight.batch, error)
             return
-        flight.execute_s += time.monotonic() - waited
         updated = time.monotonic()
-        outputs, finished = self._scheduler.update(flight.batch, output, updated)
-        self._hand_over(outputs, finished, (flight, time.monotonic() - updated))
+        changes = self._scheduler.update(flight.batch, output, updated)
+        self._hand_over(
+            changes,
+            schedule_s=flight.schedule_s,
+            execute_s=flight.execute_s + updated - waited,
+            update_s=time.monotonic() - updated,
+        )
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """Containment: the sequences of this step end with an error, everybody else goes on."""
         logger.error("step %d failed; its requests end with an error", batch.step_id, exc_info=error)
         self.step_started_s = None
         message = "The engine failed while computing this request."
-        outputs, finished = self._scheduler.fail_step(batch, message, time.monotonic())
-        self._hand_over(outputs, finished, None)
+        self._hand_over(self._scheduler.fail_step(batch, message, time.monotonic()))
 
-    def _hand_over(
-        self,
-        outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...],
-        finished: tuple[RequestStats, ...],
-        timing: tuple[Flight, float] | None,
-    ) -> None:
-        flight, update_s = timing if timing else (None, 0.0)
-        stats = self._scheduler.step_stats(
-            flight.batch if flight else None,
-            schedule_s=flight.schedule_s if flight else 0.0,
-            execute_s=flight.execute_s if flight else 0.0,
-            update_s=update_s,
-        )
-        self._deliver(Delivery(outputs=outputs, step=stats, finished=finished))
+    def _hand_over(self, changes: Changes, **seconds: float) -> None:
+        self._deliver(Delivery(changes.outputs, self._scheduler.step_stats(**seconds), changes.finished))

@@ -38,7 +38,7 @@ class SamplingRows:
     def set(self, row: int, params: SamplingParams, seed_key: int, eos_token_ids: tuple[int, ...]) -> None:
         self.params[row] = params
         self.eos_token_ids[row] = eos_token_ids
-        self.temperature[row] = min(params.temperature, np.finfo(np.float32).max)
+        self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self.top_k[row] = min(max(params.top_k, 0), 2**31 - 1)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

@@ -26,8 +26,6 @@ class PreemptingScheduler(Scheduler):
 def load_preempting(config: EngineConfig) -> EngineParts:
     """As load_engine, with the scheduler above."""
     parts = load_engine(config)
-    info = parts.info
-    scheduler = PreemptingScheduler(
-        config.scheduler, config.cache, num_blocks=info.num_blocks, max_model_len=info.max_model_len
-    )
+    plain = parts.scheduler
+    scheduler = PreemptingScheduler(config.scheduler, plain.manager, parts.info.max_model_len)
     return replace(parts, scheduler=scheduler)

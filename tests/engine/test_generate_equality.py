@@ -6,7 +6,6 @@ every sequence preempted at least once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def prompts_of(harness: Harness) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
-def expected(request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[list[int]], list[list[int]]]]:
+def expected(request: pytest.FixtureRequest) -> tuple[Path, list[list[int]], list[list[int]]]:
     """(model file, prompts, what generate makes of them)."""
     path = model_file(request.param)
     with Harness(config_of(path)) as harness:
@@ -71,7 +70,7 @@ def expected(request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[list[i
                 repetition_penalty=1.0,
             )
             answers.append(out[0, len(prompt) :].tolist())
-    yield path, prompts, answers
+    return path, prompts, answers
 
 
 def tokens(result: dict[tuple[int, int], Generated]) -> list[list[int]]:
