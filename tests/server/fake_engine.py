@@ -151,9 +151,7 @@ class FakeEngine:
         else:
             self.finished.append(key)
 
-    async def _run(
-        self, stream: GenerationStream, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> None:
+    async def _run(self, stream: GenerationStream, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         left = {
             (p, c): list(self._sequence(prompt, params, p, c))
             for p, prompt in enumerate(prompts)
