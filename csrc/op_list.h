@@ -16,9 +16,17 @@ std::string isa_levels();
 void set_isa(std::string name);
 
 void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, Tensor value_cache, const Tensor slot_mapping);
+void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, const Tensor value_cache,
+                     const Tensor block_tables, const Tensor query_start_loc, const Tensor seq_lens, double scale,
+                     bool causal, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor> sinks);
 
 Tensor pack_linear(const Tensor weight);
 Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
               bool float32_out);
+
+Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant);
+Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);
+Tensor activation(const Tensor x, std::string kind);
+Tensor gated_activation(const Tensor x, std::string kind);
 
 }  // namespace pagemill

@@ -11,8 +11,16 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def(
       "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping) -> ()");
+  library.def(
+      "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+      "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, int window, int chunk, float softcap, "
+      "Tensor? sinks) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");
+  library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
+  library.def("activation(Tensor x, str kind) -> Tensor");
+  library.def("gated_activation(Tensor x, str kind) -> Tensor");
 }
 
 // Ops without tensors belong to no device.
@@ -24,6 +32,11 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("reshape_and_cache", TORCH_BOX(&pagemill::reshape_and_cache));
+  library.impl("paged_attention", TORCH_BOX(&pagemill::paged_attention));
   library.impl("pack_linear", TORCH_BOX(&pagemill::pack_linear));
   library.impl("linear", TORCH_BOX(&pagemill::linear));
+  library.impl("rms_norm", TORCH_BOX(&pagemill::rms_norm));
+  library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::fused_add_rms_norm));
+  library.impl("activation", TORCH_BOX(&pagemill::activation));
+  library.impl("gated_activation", TORCH_BOX(&pagemill::gated_activation));
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +71,35 @@ def reshape_and_cache(
     _ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
 
+def paged_attention(
+    query: Tensor,  # [num_tokens, num_query_heads, key_dim]; the last dimension contiguous
+    key_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, key_dim], filled by reshape_and_cache
+    value_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, value_dim]; likewise
+    block_tables: Tensor,  # [num_seqs, max_blocks], int32; entries no query sees may be -1
+    query_start_loc: Tensor,  # [num_seqs + 1], int32, from 0
+    seq_lens: Tensor,  # [num_seqs], int32: keys visible to the last query, itself included
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,  # tokens a query sees, itself included
+    chunk: int | None = None,  # attention within absolute chunks of this length
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_query_heads], float32: a logit per head that takes mass and has no value
+    out: Tensor | None = None,  # [num_tokens, num_query_heads, value_dim]
+) -> Tensor:
+    """Attention of one ragged batch of prompt chunks and decodes over the block tables.
+
+    Query i of a sequence stands at position seq_len - query_len + i. Returns `out` (new unless given), in query's
+    dtype, which is the caches' too; rows that see no key, and rows past the last sequence, are zeros."""
+    if out is None:
+        out = query.new_empty((query.shape[0], query.shape[1], value_cache.shape[3]))
+    _ops.paged_attention(
+        out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, scale, causal,
+        window or 0, chunk or 0, softcap or 0.0, sinks,
+    )  # fmt: skip
+    return out
+
+
 # ---- linear layers --------------------------------------------------------------------------------------------
 
 
@@ -94,4 +124,53 @@ def linear(
     if out_dtype not in (None, torch.float32, x.dtype):
         raise RuntimeError(f"pagemill.linear: out_dtype: wanted torch.float32 or {x.dtype}, got {out_dtype}")
     out: Tensor = _ops.linear(x, packed, bias, out_features, out_dtype is torch.float32)
+    return out
+
+
+# ---- norms and activations ------------------------------------------------------------------------------------
+
+
+NormVariant = Literal["llama", "gemma", "f32"]
+"""Where values are rounded to x's dtype. llama: x * scale, then the product with the weight. gemma: once, after
+x * scale * (1 + weight). f32: once, after x * scale * weight. scale = 1 / sqrt(mean(x^2) + eps), in float32."""
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
+"""gelu is the exact one (error function), gelu_tanh the approximation through tanh."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, variant: NormVariant) -> Tensor:
+    """x [..., dim] normalised over its last dimension, weight [dim] of the same dtype.
+
+    x may have strides in up to two leading dimensions (heads of a fused qkv); the result is contiguous."""
+    out: Tensor = _ops.rms_norm(x, weight, eps, variant)
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, variant: NormVariant) -> Tensor:
+    """residual += x (rounded to its dtype), then rms_norm of the sum. residual: x's shape and dtype, contiguous."""
+    out: Tensor = _ops.fused_add_rms_norm(x, residual, weight, eps, variant)
+    return out
+
+
+def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Element by element on a contiguous tensor of any shape, computed in float32."""
+    out: Tensor = _ops.activation(x, kind)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [..., 2 * width], contiguous: silu(x[..., :width]) * x[..., width:], the first factor rounded to x's dtype."""
+    out: Tensor = _ops.gated_activation(x, "silu")
+    return out
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """As silu_and_mul, with the exact GELU."""
+    out: Tensor = _ops.gated_activation(x, "gelu")
+    return out
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """As silu_and_mul, with the tanh GELU."""
+    out: Tensor = _ops.gated_activation(x, "gelu_tanh")
     return out

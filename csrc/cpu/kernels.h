@@ -9,14 +9,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/activation.h"
+#include "cpu/attention.h"
 #include "cpu/cache.h"
 #include "cpu/linear.h"
+#include "cpu/norm.h"
 
 // One line per kernel: its name and parameters. All return nothing.
 #define PAGEMILL_KERNELS(KERNEL) \
   KERNEL(write_cache, (const pagemill::CacheWrite& args, int64_t token_begin, int64_t token_end)) \
+  KERNEL(attend, (const pagemill::AttentionArgs& args, const pagemill::AttentionItem& item, char* scratch)) \
+  KERNEL(merge_splits, (const pagemill::AttentionArgs& args, const pagemill::AttentionItem& item, \
+                        int64_t partial_stride, char* scratch)) \
   KERNEL(pack_linear, (const pagemill::PackArgs& args, int64_t panel_begin, int64_t panel_end)) \
-  KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next))
+  KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next)) \
+  KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \
+  KERNEL(activation, (const pagemill::ActivationArgs& args, int64_t begin, int64_t end)) \
+  KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end))
 
 namespace pagemill {
 

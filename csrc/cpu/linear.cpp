@@ -10,7 +10,7 @@
 // ([step][row]), so the inner loop reads two sequential streams whatever the strides of x are.
 #include "cpu/kernels.h"
 #include "cpu/scratch.h"
-#include "cpu/vec.h"
+#include "cpu/lanes_io.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
@@ -34,15 +34,15 @@ struct Float32 {
   static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t) { return row[k]; }
 
   template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, vf (&acc)[ROWS][VECS]) {
-    vf w[VECS];
+  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
+    Vec w[VECS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) w[v] = load(reinterpret_cast<const float*>(line) + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      vf value = broadcast(x[r]);
+      Vec value = splat(x[r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) acc[r][v] = fma(value, w[v], acc[r][v]);
+      for (int v = 0; v < VECS; ++v) acc[r][v] = fused(value, w[v], acc[r][v]);
     }
   }
 };
@@ -58,10 +58,10 @@ struct Bfloat16 {
   }
 
   template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, vf (&acc)[ROWS][VECS]) {
+  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
     __m512i w[VECS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) w[v] = _mm512_loadu_si512(line + v * kVecBytes);
+    for (int v = 0; v < VECS; ++v) w[v] = _mm512_loadu_si512(line + v * (kLanes * 4));
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       __m512i pair = _mm512_set1_epi32(int32_t(x[r]));
@@ -79,19 +79,19 @@ struct Bfloat16 {
   static constexpr int kLine = kPanelColumns * 4;
   static constexpr int kDepth = 2;
   static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t in_features) {
-    return {from_bf16(row[k]), k + 1 < in_features ? from_bf16(row[k + 1]) : 0.0f};
+    return {bf16_to_float(row[k]), k + 1 < in_features ? bf16_to_float(row[k + 1]) : 0.0f};
   }
 
   template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, vf (&acc)[ROWS][VECS]) {
+  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) {
-      vi pair = (vi)load(reinterpret_cast<const float*>(line) + v * kLanes);
-      vf even = (vf)(pair << 16), odd = (vf)(pair & int32_t(0xffff0000));
+      IntVec pair = (IntVec)load(reinterpret_cast<const float*>(line) + v * kLanes);
+      Vec even = (Vec)(pair << 16), odd = (Vec)(pair & int32_t(0xffff0000));
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(broadcast(x[r].even), even, acc[r][v]);
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].even), even, acc[r][v]);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fma(broadcast(x[r].odd), odd, acc[r][v]);
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].odd), odd, acc[r][v]);
     }
   }
 };
@@ -102,8 +102,8 @@ template <class Type, int ROWS>
 void tile(const typename Type::X* x, const char* panel, int64_t steps, float* sums) {
   constexpr int kVecs = ROWS <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
   for (int sweep = 0; sweep < kPanelVecs; sweep += kVecs) {
-    vf acc[ROWS][kVecs] = {};
-    const char* line = panel + sweep * kVecBytes;
+    Vec acc[ROWS][kVecs] = {};
+    const char* line = panel + sweep * (kLanes * 4);
     for (int64_t step = 0; step < steps; ++step, line += Type::kLine) {
       if constexpr (ROWS <= 8) {
         __builtin_prefetch(line + kPrefetchBytes);
@@ -139,15 +139,9 @@ void run_tile(int rows, const typename Type::X* x, const char* panel, int64_t st
 template <typename Out>
 void finish_row(const float* sums, const float* bias, Out* out, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes) {
-    int64_t left = columns - c;
-    vf value = load(sums + c);
-    if (left >= kLanes) {
-      if (bias != nullptr) value += load(bias + c);
-      store(out + c, value);
-    } else {
-      if (bias != nullptr) value += load_part(bias + c, left);
-      store_part(out + c, value, left);
-    }
+    Vec value = load(sums + c);
+    if (bias != nullptr) value += load_up_to(bias + c, columns - c);
+    store_up_to(out + c, value, columns - c);
   }
 }
 

@@ -106,7 +106,9 @@ def test_strided_inputs(dtype: torch.dtype) -> None:
     x, w = wide[:, 100:161], weight[:, 7:68]
     got = ops.linear(x, ops.pack_linear(w), None, 80)
     assert torch.equal(got, ops.linear(x.contiguous(), ops.pack_linear(w.contiguous()), None, 80))
-    assert torch.equal(ops.linear(wide[::3, :61], ops.pack_linear(w), None, 80)[2], ops.linear(wide[6:7, :61], ops.pack_linear(w), None, 80)[0])  # fmt: skip
+    packed = ops.pack_linear(w)
+    every_third = ops.linear(wide[::3, :61], packed, None, 80)
+    assert torch.equal(every_third[2], ops.linear(wide[6:7, :61], packed, None, 80)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
