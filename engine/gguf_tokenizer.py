@@ -5,6 +5,8 @@ and a named rule ("pre") that cuts text into words first. "llama" is SentencePie
 unknown characters as byte tokens, merges implied by the entries' scores. A vocabulary of another kind, or cut by a
 rule that is not known here, is refused: tokens that are slightly wrong answer slightly wrong, silently.
 
+Built anew at every start: for a byte-level vocabulary that is faster than reading a tokenizer.json (SmolLM2: 0.06 s
+against 0.09 s of CPU time), for a SentencePiece one hardly slower (Gemma 3's 262,144 entries: 1.5 s against 1.2 s).
 Knows metadata keys (GGUF specification); reads no files.
 """
 
@@ -150,8 +152,8 @@ def implied_merges(tokens: list[str], scores: list[float], types: list[int]) -> 
     for token_id in order:
         token = tokens[token_id]
         for cut in range(len(token) - 1, 0, -1):
-            left, right = token[:cut], token[cut:]
-            if left in known and right in known:
+            left = token[:cut]
+            if left in known and (right := token[cut:]) in known:
                 merges.append((left, right))
     return merges
 
@@ -172,8 +174,9 @@ def _add_ends(backend: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]
     template, special = ["$A"], []
     for name, at_start, wanted in (("bos", True, adds_bos), ("eos", False, False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        known = isinstance(token_id, int) and token_id < len(tokens)
-        if known and metadata.get(f"tokenizer.ggml.add_{name}_token", wanted):
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+            continue
+        if metadata.get(f"tokenizer.ggml.add_{name}_token", wanted):
             template.insert(0 if at_start else len(template), tokens[token_id])
             special.append((tokens[token_id], token_id))
     if special:

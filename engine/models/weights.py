@@ -34,13 +34,15 @@ _FORMAT = 1  # of cached weights: raise it when the derivation changes
 class Weights(ABC):
     """hf_config: config.json or its equivalent; generation_config: {} if there is none; content_hash: hex, equal for
     equal weights and config; shapes: parameter name -> shape in transformers' terms; num_parameters: stored numbers,
-    tied ones once; is_dummy: there are no tensors, whoever builds the model fills them."""
+    tied ones once; is_dummy: there are no tensors, whoever builds the model fills them; gguf_metadata: that of the
+    file, which has the tokenizer too, None for folders."""
 
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
     content_hash: str
     shapes: dict[str, tuple[int, ...]]
     is_dummy = False
+    gguf_metadata: dict[str, Any] | None = None
 
     @property
     def architecture(self) -> str:
@@ -122,11 +124,12 @@ class GgufWeights(Weights):
     """One GGUF file, its metadata as config and its tensors as parameters."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.gguf = GgufFile(path)
-        self.hf_config = gguf_config.hf_config(self.gguf)
-        self.generation_config = gguf_config.generation_config(self.gguf)
-        self._names = gguf_tensors.parameter_names(self.gguf)
-        self.shapes = {parameter: self.gguf.tensors[name].shape for name, parameter in self._names.items()}
+        self._gguf = GgufFile(path)
+        self.gguf_metadata = self._gguf.metadata
+        self.hf_config = gguf_config.hf_config(self._gguf)
+        self.generation_config = gguf_config.generation_config(self._gguf)
+        self._names = gguf_tensors.parameter_names(self._gguf)
+        self.shapes = {parameter: self._gguf.tensors[name].shape for name, parameter in self._names.items()}
         self.content_hash = content_hash(path, root)
         self._folder = root / "gguf" / self.content_hash[:32]
 
@@ -158,9 +161,9 @@ class GgufWeights(Weights):
         return shard if shard.shapes == self.shapes else None
 
     def _derived(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        kind = gguf_config.family(self.gguf)
+        kind = gguf_config.family(self._gguf)
         for name in self._names:
-            yield gguf_tensors.parameter(self.gguf, self.gguf.tensors[name], kind, self.hf_config, dtype)
+            yield gguf_tensors.parameter(self._gguf, self._gguf.tensors[name], kind, self.hf_config, dtype)
 
 
 def _seal(path: Path) -> None:
