@@ -91,6 +91,20 @@ inline void check_rows(const char* op, const char* argument, const Tensor& tenso
   }
 }
 
+// A cache [num_blocks, heads, block_size, dim]: blocks may lie apart (K and V share one buffer per layer), but inside
+// a block the elements are contiguous.
+inline void check_blocks(const char* op, const char* argument, const Tensor& cache) {
+  const int64_t dim = cache.size(3), block_size = cache.size(2);
+  if (block_size < kTileTokens || block_size % kTileTokens != 0) {
+    fail(op, argument, "wanted a block size that is a multiple of 16, got ", block_size);
+  }
+  if (dim < 1) fail(op, argument, "wanted at least one element per row, got shape ", shape_text(cache));
+  if (cache.stride(3) != 1 || cache.stride(2) != dim || (cache.size(1) > 1 && cache.stride(1) != block_size * dim)) {
+    fail(op, argument, "wanted contiguous blocks (strides [*, ", block_size * dim, ", ", dim, ", 1]), got strides [",
+         cache.stride(0), ", ", cache.stride(1), ", ", cache.stride(2), ", ", cache.stride(3), "]");
+  }
+}
+
 inline ElementType element_type(const char* op, const char* argument, const Tensor& tensor) {
   if (tensor.scalar_type() == ScalarType::Float) return ElementType::f32;
   if (tensor.scalar_type() == ScalarType::BFloat16) return ElementType::bf16;

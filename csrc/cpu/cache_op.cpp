@@ -6,21 +6,6 @@
 #include "op_list.h"
 
 namespace pagemill {
-namespace {
-
-// Blocks may lie apart (K and V share one buffer per layer), but inside a block the elements are contiguous.
-void check_cache(const char* op, const char* argument, const Tensor& cache) {
-  check_cpu(op, argument, cache);
-  const int64_t dim = cache.size(3), block_size = cache.size(2);
-  if (block_size % kTileTokens != 0) fail(op, argument, "wanted a block size that is a multiple of 16, got ", block_size);
-  if (cache.stride(3) != 1 || cache.stride(2) != dim || cache.stride(1) != block_size * dim) {
-    fail(op, argument, "wanted contiguous blocks (strides [*, ", block_size * dim, ", ", dim, ", 1]), got strides [",
-         cache.stride(0), ", ", cache.stride(1), ", ", cache.stride(2), ", ", cache.stride(3), "]");
-  }
-}
-
-}  // namespace
-
 void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, Tensor value_cache,
                        const Tensor slot_mapping) {
   const char* op = "reshape_and_cache";
@@ -33,8 +18,10 @@ void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, T
   const int64_t tokens = key.size(0);
   check_shape(op, "value", value, "[num_tokens, num_kv_heads, value_dim]", {tokens, heads, value_dim});
   check_shape(op, "slot_mapping", slot_mapping, "[num_tokens]", {tokens});
-  check_cache(op, "key_cache", key_cache);
-  check_cache(op, "value_cache", value_cache);
+  check_cpu(op, "key_cache", key_cache);
+  check_cpu(op, "value_cache", value_cache);
+  check_blocks(op, "key_cache", key_cache);
+  check_blocks(op, "value_cache", value_cache);
   check_cpu(op, "key", key);
   check_cpu(op, "value", value);
   check_cpu(op, "slot_mapping", slot_mapping);
