@@ -19,6 +19,9 @@ void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, T
 void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, const Tensor value_cache,
                      const Tensor block_tables, const Tensor query_start_loc, const Tensor seq_lens, double scale,
                      bool causal, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor> sinks);
+void copy_blocks(const std::vector<Tensor> caches, const Tensor pairs);
+void gather_blocks(const std::vector<Tensor> caches, const Tensor ids, Tensor staging);
+void scatter_blocks(const std::vector<Tensor> caches, const Tensor ids, const Tensor staging);
 
 Tensor pack_linear(const Tensor weight);
 Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,

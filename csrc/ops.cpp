@@ -15,6 +15,9 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
       "paged_attention(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
       "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, int window, int chunk, float softcap, "
       "Tensor? sinks) -> ()");
+  library.def("copy_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()");
+  library.def("gather_blocks(Tensor[] caches, Tensor ids, Tensor(a!) staging) -> ()");
+  library.def("scatter_blocks(Tensor(a!)[] caches, Tensor ids, Tensor staging) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");
@@ -33,6 +36,9 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CompositeExplicitAutograd, library) {
 STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("reshape_and_cache", TORCH_BOX(&pagemill::reshape_and_cache));
   library.impl("paged_attention", TORCH_BOX(&pagemill::paged_attention));
+  library.impl("copy_blocks", TORCH_BOX(&pagemill::copy_blocks));
+  library.impl("gather_blocks", TORCH_BOX(&pagemill::gather_blocks));
+  library.impl("scatter_blocks", TORCH_BOX(&pagemill::scatter_blocks));
   library.impl("pack_linear", TORCH_BOX(&pagemill::pack_linear));
   library.impl("linear", TORCH_BOX(&pagemill::linear));
   library.impl("rms_norm", TORCH_BOX(&pagemill::rms_norm));

@@ -9,6 +9,7 @@ rows or the number of threads.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +99,24 @@ def paged_attention(
         window or 0, chunk or 0, softcap or 0.0, sinks,
     )  # fmt: skip
     return out
+
+
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+    """Copy whole blocks inside every layer's cache: pairs [n, 2], int64, (source, destination).
+
+    caches: one contiguous tensor per layer, [num_blocks, ...] of any dtype; only the bytes of a block matter.
+    Destinations must be distinct and no block may be both source and destination."""
+    _ops.copy_blocks(list(caches), pairs)
+
+
+def gather_blocks(caches: Sequence[Tensor], ids: Tensor, staging: Tensor) -> None:
+    """Bytes of blocks `ids` ([n], int64) of every layer into staging, uint8 [n, bytes of one block in all layers]."""
+    _ops.gather_blocks(list(caches), ids, staging)
+
+
+def scatter_blocks(caches: Sequence[Tensor], ids: Tensor, staging: Tensor) -> None:
+    """The reverse of gather_blocks; ids must be distinct."""
+    _ops.scatter_blocks(list(caches), ids, staging)
 
 
 # ---- linear layers --------------------------------------------------------------------------------------------
