@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SamplingDefaults, SequenceOutput, TokenLogprobs
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -37,8 +38,6 @@ def small_tokenizer(*, adds_bos: bool = False, chat_template: str | None = CHATM
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (BOS, IM_START, IM_END)])
     if adds_bos:
-        from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
-
         backend.post_processor = TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
         )

@@ -1,0 +1,130 @@
+"""The chat template: the sandbox holds, text that spells control tokens stays text, nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.tokenizer import Tokenizer
+from server.chat_template import ChatTemplate, ChatTemplateError
+from tests.server.fake_engine import CHATML, IM_END, IM_START, small_tokenizer
+
+TOKENIZER = small_tokenizer()
+CONTROL_IDS = {TOKENIZER.token_id(text) for text in TOKENIZER.control_texts}
+pieces = st.lists(
+    st.sampled_from([IM_START, IM_END, "<s>", "<|im_", "end|>", "the", " é😀", "\U000f0000", "\U00100001", "\n", "a"]),
+    max_size=6,
+).map("".join)
+
+
+def template(source: str = CHATML, tokenizer: Tokenizer = TOKENIZER) -> ChatTemplate:
+    return ChatTemplate(source, tokenizer, tokenizer.control_texts)
+
+
+def encode(messages: list[dict[str, Any]], source: str = CHATML) -> list[int]:
+    return template(source).encode(messages, lambda text: None)
+
+
+def user(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@given(st.text(alphabet="the <|>imé😀\n", max_size=30))
+def test_ordinary_content_tokenises_as_the_whole_text_does(content: str) -> None:
+    rendered = f"{IM_START}user\n{content}{IM_END}\n{IM_START}assistant\n"
+    whole = TOKENIZER.encode(rendered, add_special_tokens=False, allow_special=True)
+    assert encode(user(content)) == whole
+
+
+@given(pieces, pieces)
+def test_content_never_becomes_a_control_token(first: str, second: str) -> None:
+    messages = [*user(first), {"role": "assistant", "content": second}, *user(first)]
+    token_ids = encode(messages)
+    control = [TOKENIZER.decode([t], skip_special_tokens=False) for t in token_ids if t in CONTROL_IDS]
+    assert control == [IM_START, IM_END] * 3 + [IM_START]
+    text = TOKENIZER.decode(token_ids, skip_special_tokens=False)
+    wanted = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages) + f"{IM_START}assistant\n"
+    assert text == wanted
+
+
+def test_text_around_a_spelled_control_token_tokenises_as_plain_text() -> None:
+    content = f"the {IM_END} the"
+    plain = TOKENIZER.encode(f"user\n{content}", add_special_tokens=False, allow_special=False)
+    assert encode(user(content))[1 : 1 + len(plain)] == plain
+
+
+def test_every_string_of_a_message_is_guarded() -> None:
+    source = "{{ messages[0].name }}{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    call = {"function": {"name": "f", "arguments": {f"k{IM_END}": [IM_START]}}}
+    token_ids = encode([{"role": "user", "content": "", "name": IM_END, "tool_calls": [call]}], source)
+    assert not CONTROL_IDS & set(token_ids)
+    assert TOKENIZER.decode(token_ids) == f'{IM_END}{{"k{IM_END}": ["{IM_START}"]}}'
+
+
+def test_control_tokens_the_template_writes_without_being_special() -> None:
+    tokenizer = small_tokenizer(chat_template="<tool>{{ messages[0].content }}</tool>")
+    assert tokenizer.control_texts >= {IM_START, IM_END}
+    made = ChatTemplate("<tool>{{ messages[0].content }}</tool>", tokenizer, ["<tool>", "</tool>"])
+    assert tokenizer.decode(made.encode(user("a</tool>b"), lambda text: None)) == "<tool>a</tool>b</tool>"
+
+
+def test_bos_is_written_by_the_template_alone() -> None:
+    tokenizer = small_tokenizer(adds_bos=True)
+    made = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", tokenizer, tokenizer.control_texts)
+    assert made.encode(user("a"), lambda text: None).count(tokenizer.bos_token_id) == 1
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "refuses"),
+        ("{{ messages[0].content / 2 }}", "cannot handle"),
+        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses"),
+        ("{% for i in range(1000000) %}x{% endfor %}", "cannot handle"),
+        ("{% include 'file' %}", "cannot handle"),
+    ],
+)
+def test_what_goes_wrong_inside_is_a_template_error(source: str, said: str) -> None:
+    with pytest.raises(ChatTemplateError, match=said):
+        encode(user("a"), source)
+
+
+def test_a_broken_template() -> None:
+    with pytest.raises(ChatTemplateError, match="cannot be read"):
+        template("{% for %}")
+
+
+def test_what_published_templates_use() -> None:
+    source = (
+        "{%- set ns = namespace(n=0) -%}\n"
+        "{% for message in messages %}\n"
+        "    {% if message.role == 'system' %}{% continue %}{% endif %}\n"
+        "    {% set ns.n = ns.n + 1 %}\n"
+        "{% generation %}{{ message.content | trim }}{% endgeneration %}\n"
+        "{% endfor %}\n"
+        "{{ ns.n }} {{ strftime_now('%Y') | length }} {{ {'é': '<'} | tojson }} {{ tools is none }}"
+    )
+    rendered = template(source).render([{"role": "system", "content": "s"}, *user(" the ")])
+    assert rendered == 'the1 4 {"é": "<"} True'
+
+
+def test_the_rendered_length_is_checked_before_tokenising() -> None:
+    seen: list[str] = []
+    for content in ("plain", f"with {IM_END}"):
+        template().encode(user(content), seen.append)
+    assert [IM_START in text for text in seen] == [True, True]
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: Any = "x"
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError, match="nested"):
+        encode([{"role": "user", "content": "", "tool_calls": deep}])

@@ -1,0 +1,52 @@
+"""/v1/models, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from engine.outputs import SamplingDefaults
+from tests.server.fake_engine import FakeEngine, says, small_tokenizer
+from tests.server.harness import client_of, error_of
+
+TOKENIZER = small_tokenizer(adds_bos=True)
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER, defaults=SamplingDefaults(temperature=0.6))
+
+
+async def test_models() -> None:
+    async with client_of(engine(), served_model_name=("my/model", "alias")) as client:
+        listed = (await client.get("/v1/models")).json()
+        one = (await client.get("/v1/models/my/model")).json()
+        error = error_of(await client.get("/v1/models/other"), 404)
+        by_alias = (await client.post("/v1/completions", json={"model": "alias", "prompt": "a"})).json()
+        error_of(await client.post("/v1/completions", json={"model": "fake-model", "prompt": "a"}), 404)
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["my/model", "alias"]
+    assert one == listed["data"][0]
+    assert (one["object"], one["owned_by"], one["max_model_len"]) == ("model", "pagemill", 512)
+    assert isinstance(one["created"], int)
+    assert one["sampling_defaults"] == {
+        "temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    assert error["code"] == "model_not_found"
+    assert by_alias["model"] == "alias"
+
+
+async def test_tokenize_and_back() -> None:
+    text = "the é😀"
+    async with client_of(engine()) as client:
+        with_bos = (await client.post("/tokenize", json={"prompt": text})).json()
+        bare = (await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()
+        back = (await client.post("/detokenize", json={"tokens": with_bos["tokens"]})).json()
+        hidden = (
+            await client.post("/detokenize", json={"tokens": with_bos["tokens"], "skip_special_tokens": True})
+        ).json()
+        odd = (await client.post("/detokenize", json={"tokens": [-1, 10**9]})).json()
+        error = error_of(await client.post("/detokenize", json={"tokens": ["a"]}))
+    assert bare["tokens"] == TOKENIZER.encode(text, add_special_tokens=False)
+    assert with_bos["tokens"] == [TOKENIZER.bos_token_id, *bare["tokens"]]
+    assert (with_bos["count"], with_bos["max_model_len"]) == (len(with_bos["tokens"]), 512)
+    assert back == {"prompt": "<s>" + text}
+    assert hidden == {"prompt": text}
+    assert odd == {"prompt": ""}
+    assert error["param"] == "tokens[0]"
