@@ -10,8 +10,7 @@ from loadtest.lengths import UsageError
 
 Prompt = tuple[int, ...] | str
 
-WORDS = tuple(
-    """
+TEXT = """
     the of and to in is was for on that with as it by from are at this have not be or an which but has one more
     when who all their they about would time people other some what there into than then first two these only any
     may each year work part place made after new also way many must back where much before good right little own
@@ -19,8 +18,8 @@ WORDS = tuple(
     much family water house world school night hand small large line next early group often run important until
     children side feet car mile river book city area problem body music color face fish paper road town wind rock
     order fire south
-    """.split()
-)
+"""
+WORDS = tuple(TEXT.split())
 
 
 class PromptSource(Protocol):

@@ -12,17 +12,19 @@ COLUMNS = ("mean", "p50", "p90", "p99", "max")
 def grid(rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    )  # fmt: skip
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def result_table(result: Mapping[str, Any]) -> str:
     """Rates, latencies in milliseconds, errors, the server's own numbers, the client's own cost."""
     requests, rates, tokens = result["requests"], result["rates"], result["tokens"]
     lines = [
-        f"{result.get('workload', 'load')} on {result.get('url', '?')} ({result.get('loop', '?')}, seed {result.get('seed')})",
+        f"{result.get('workload', 'load')} on {result.get('url', '?')} "
+        f"({result.get('loop', '?')}, seed {result.get('seed')})",
         f"requests   {requests['completed']} of {requests['total']} completed in {result['duration_s']:.2f} s"
         + (f", {requests['short']} shorter than asked" if requests["short"] else ""),
         f"rates      {rates['requests_per_s']:.2f} requests/s, {rates['output_tokens_per_s']:.1f} output tok/s, "
