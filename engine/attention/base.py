@@ -58,6 +58,12 @@ class PagedLayer:
     value_cache: Tensor | None = None  # [num_blocks, num_kv_heads, block_size, value_dim], strided over blocks
     metadata: AttentionMetadata | None = None
 
+    def attached(self) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Both caches and the metadata. Raises RuntimeError outside a step: that is a bug of ours."""
+        if self.key_cache is None or self.value_cache is None or self.metadata is None:
+            raise RuntimeError(f"Attention layer {self.index} ran outside a step: no cache or no metadata attached.")
+        return self.key_cache, self.value_cache, self.metadata
+
 
 class AttentionBackend(Protocol):
     """One interface, several equals: `reference` (pure torch oracle) and `native` (csrc)."""
