@@ -5,7 +5,10 @@ Builds on uvicorn's httptools protocol, which has no such limits. Knows nothing 
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
+import termios
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +64,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
+        self._watched: Exchange | None = None  # the answer that the next two are about
         self._taken = 0  # bytes the client had taken at the last check that saw progress
         self._stalled_since: float | None = None
 
@@ -144,15 +148,19 @@ class Connection(HttpToolsProtocol):
             self._cut_off()
 
     def check_stall(self, now: float) -> None:
-        """Called every second or so; now: time.monotonic()."""
-        unread = self.transport.get_write_buffer_size()
-        if not unread:
+        """Called every second or so; now: time.monotonic(). Progress is what left our buffer and the kernel's: the
+        kernel asks for more only when a third of its buffer is free, which a slow reader may take minutes for."""
+        exchange = self._exchange()
+        buffered = self.transport.get_write_buffer_size()
+        if exchange is None or (exchange.complete and not buffered):
             self._stalled_since = None
             return
-        exchange = self._exchange()
-        taken = (exchange.bytes_sent if exchange else 0) - unread
-        if self._stalled_since is None or taken > self._taken:
-            self._stalled_since, self._taken = now, taken
+        unread = buffered + unsent_by_kernel(self.transport)
+        taken = exchange.bytes_sent - unread
+        if not unread:
+            self._stalled_since = None
+        elif self._stalled_since is None or exchange is not self._watched or taken > self._taken:
+            self._stalled_since, self._watched, self._taken = now, exchange, taken
         elif now - self._stalled_since >= self._limits.max_stall_s:
             self._cut_off()
 
@@ -163,6 +171,16 @@ class Connection(HttpToolsProtocol):
     def _cut_off(self) -> None:
         self._metrics.slow_client()
         self.transport.abort()
+
+
+def unsent_by_kernel(transport: asyncio.Transport) -> int:
+    """Bytes in the kernel's send buffer that the client has not acknowledged; 0 where the system cannot tell."""
+    answer = array.array("i", [0])
+    try:
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, answer)
+    except OSError:
+        return 0
+    return answer[0]
 
 
 def check_stalls(state: ServerState) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -32,7 +33,8 @@ from server.settings import Settings
 logger = logging.getLogger("pagemill.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TICK_S = 0.25  # how often lag is measured and connections are looked at
+TICK_S = 0.25  # how often lag is measured
+STALL_TICKS = 4  # connections are looked at on every fourth of them
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 
@@ -106,11 +108,12 @@ class Lifecycle:
 
     async def _watch(self, server: Server, metrics: Metrics) -> None:
         """Measure how late the loop runs, and look for clients that do not read."""
-        while True:
+        for tick in itertools.count():
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             metrics.loop_lag(max(0.0, time.monotonic() - before - TICK_S))
-            check_stalls(server.server_state)
+            if tick % STALL_TICKS == 0:
+                check_stalls(server.server_state)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,85 @@
+"""`pagemill chat` against a server that is a function."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from server import chat_client
+from server.chat_client import ChatError, Conversation, Options, run
+
+
+def event(text: str) -> str:
+    return f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
+
+
+class FakeServer:
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.answer = event("Hel") + event("lo") + "data: [DONE]\n\n"
+        self.status = 200
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "first"}]})
+        self.bodies.append(json.loads(request.content))
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "too busy"}})
+        return httpx.Response(200, text=self.answer)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(self), base_url="http://test")
+
+
+def test_the_conversation_grows_by_question_and_answer() -> None:
+    server = FakeServer()
+    talk = Conversation(Options("http://test", system="Be brief.", temperature=0.5, max_tokens=9), server.client())
+    assert "".join(talk.ask("Hi")) == "Hello"
+    assert "".join(talk.ask("Again")) == "Hello"
+    last = server.bodies[-1]
+    assert [m["content"] for m in last["messages"]] == ["Be brief.", "Hi", "Hello", "Again"]
+    assert (last["model"], last["stream"], last["temperature"], last["max_completion_tokens"]) == (
+        "first",
+        True,
+        0.5,
+        9,
+    )
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+
+
+def test_a_question_without_an_answer_is_forgotten() -> None:
+    server = FakeServer()
+    talk = Conversation(Options("http://test"), server.client())
+    server.status = 503
+    with pytest.raises(ChatError, match="too busy"):
+        list(talk.ask("Hi"))
+    assert talk.messages == []
+
+
+def test_an_error_in_mid_stream_keeps_what_came() -> None:
+    server = FakeServer()
+    server.answer = event("Hel") + 'data: {"error": {"message": "gone"}}\n\n'
+    talk = Conversation(Options("http://test"), server.client())
+    with pytest.raises(ChatError, match="gone"):
+        list(talk.ask("Hi"))
+    assert talk.messages[-1] == {"role": "assistant", "content": "Hel"}
+
+
+def test_the_terminal_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    client = server.client()
+    monkeypatch.setattr(chat_client.httpx, "Client", lambda **_: client)
+    out = io.StringIO()
+    assert run(Options("http://test"), io.StringIO("Hi\n\n/reset\nAgain\n/quit\nnever\n"), out) == 0
+    assert out.getvalue().count("Hello") == 2
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1]
+
+
+def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Options("http://127.0.0.1:9"), io.StringIO(""), io.StringIO()) == 1
+    assert capsys.readouterr().err.startswith("pagemill: No server answers at http://127.0.0.1:9")

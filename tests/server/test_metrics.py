@@ -1,0 +1,135 @@
+"""Metrics: names that dashboards expect, sums that add up, labels that no client can grow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.outputs import Delivery, ModelInfo, Phase
+from engine.stats import CacheStats, RequestStats, StepStats
+from server.metrics import Histogram, Metrics
+
+EXPECTED = """num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
+generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total
+time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket
+e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prefill_time_seconds_bucket
+request_decode_time_seconds_bucket iteration_tokens_total_bucket kv_live_slot_utilization kv_blocks
+kv_live_slot_utilization_min kv_copy_on_write_total kv_block_copies_total kv_evictions_total discarded_tokens_total
+client_disconnects_total slow_clients_total event_loop_lag_seconds_bucket step_schedule_seconds_bucket
+step_execute_seconds_bucket step_update_seconds_bucket"""
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, *labels: str) -> float:
+    return samples(metrics)["pagemill_" + name, labels]
+
+
+def test_the_names_are_there_from_the_start() -> None:
+    names = {name for name, _ in samples(Metrics())}
+    assert {"pagemill_" + name for name in EXPECTED.split()} <= names
+    assert not [name for name in names if name.endswith("_created")]
+
+
+def test_gauges_follow_the_latest_step_also_one_that_computed_nothing() -> None:
+    metrics = Metrics()
+    cache = CacheStats(num_blocks=10, num_used_blocks=4, live_slot_steps_total=90, used_slot_steps_total=100)
+    metrics.observe_delivery(Delivery(step=StepStats(1, 3, 2, 3, 40, 2, cache=cache)))
+    assert value(metrics, "num_requests_running") == 3
+    assert value(metrics, "num_requests_waiting") == 2
+    assert value(metrics, "kv_cache_usage_perc") == 0.4
+    assert value(metrics, "kv_live_slot_utilization") == 0.9
+    assert value(metrics, "kv_blocks", "free") == 6
+    assert value(metrics, "iteration_tokens_total_sum") == 42
+    metrics.observe_delivery(Delivery(step=StepStats(1, 0, 0, cache=CacheStats(num_blocks=10))))
+    assert value(metrics, "num_requests_running") == 0
+    assert value(metrics, "kv_cache_usage_perc") == 0
+    assert value(metrics, "engine_steps_total") == 1, "a hand-over after an abort is no step"
+
+
+def test_times_of_a_finished_sequence() -> None:
+    metrics = Metrics()
+    done = RequestStats("stop", 5, 0, 11, 0, arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, finished_s=4.0)
+    metrics.observe_delivery(Delivery(finished=(done,)))
+    assert value(metrics, "request_queue_time_seconds_sum") == 0.5
+    assert value(metrics, "request_prefill_time_seconds_sum") == 0.5
+    assert value(metrics, "request_decode_time_seconds_sum") == 2.0
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == pytest.approx(0.2)
+
+
+def test_a_sequence_that_never_ran_observes_no_times() -> None:
+    metrics = Metrics()
+    never = RequestStats("abort", 5, 0, 0, 0, arrival_s=1.0, scheduled_s=None, first_token_s=None, finished_s=2.0)
+    metrics.observe_delivery(Delivery(finished=(never,)))
+    assert value(metrics, "request_queue_time_seconds_count") == 0
+    assert value(metrics, "request_prefill_time_seconds_count") == 0
+
+
+def test_the_http_side_counts_what_it_is_told() -> None:
+    metrics = Metrics()
+    metrics.usage(10, 3, 4)
+    metrics.usage(1, 2, 0)
+    metrics.first_token(0.2)
+    metrics.inter_token(0.03, 3)
+    metrics.request_done("stop", 1.5)
+    metrics.request_done("anything else", 1.0)
+    metrics.client_disconnected()
+    metrics.slow_client()
+    metrics.discarded(7)
+    assert value(metrics, "prompt_tokens_total") == 11
+    assert value(metrics, "generation_tokens_total") == 5
+    assert value(metrics, "prompt_tokens_cached_total") == 4
+    assert value(metrics, "time_to_first_token_seconds_count") == 1
+    assert value(metrics, "inter_token_latency_seconds_count") == 3
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.03)
+    assert value(metrics, "request_success_total", "stop") == 1
+    assert value(metrics, "request_success_total", "error") == 1
+    assert value(metrics, "e2e_request_latency_seconds_count") == 2
+    assert value(metrics, "client_disconnects_total") == 1
+    assert value(metrics, "slow_clients_total") == 1
+    assert value(metrics, "discarded_tokens_total") == 7
+
+
+def test_labels_come_from_fixed_lists() -> None:
+    metrics = Metrics()
+    before = len(samples(metrics))
+    for code in range(-1000, 2000):
+        metrics.error(code)
+        metrics.request_done(f"reason {code}", 0.1)
+    grown = len(samples(metrics)) - before
+    assert grown == 200 + 1, "400 to 599, and one for the rest"
+
+
+def test_the_phase_and_the_model_are_shown() -> None:
+    metrics = Metrics()
+    metrics.watch(lambda: Phase.DRAINING)
+    metrics.model_loaded(ModelInfo("m", "s", 'odd "name"\n', 100, 50, (1,), "float32", 5, 10, 16, 8, 1))
+    assert value(metrics, "engine_phase", "draining") == 1
+    assert value(metrics, "engine_phase", "ready") == 0
+    assert value(metrics, "batch_invariant") == 1
+    assert any('odd "name"\n' in labels for name, labels in samples(metrics) if name == "pagemill_model_info")
+
+
+def test_two_apps_in_one_process_do_not_share_numbers() -> None:
+    one, other = Metrics(), Metrics()
+    one.usage(1, 1, 0)
+    assert value(other, "prompt_tokens_total") == 0
+
+
+def test_histogram_counts_each_value_in_the_smallest_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for number in (0.5, 1.0, 1.5, 2.0, 3.0):
+        histogram.observe(number)
+    counts = {
+        sample.labels["le"]: sample.value for sample in histogram.family("x", "y").samples if "le" in sample.labels
+    }
+    assert counts == {"1.0": 2, "2.0": 4, "+Inf": 5}
+    assert math.isclose(histogram.sum, 8.0)

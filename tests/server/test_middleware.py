@@ -1,0 +1,250 @@
+"""Middleware alone, around a tiny ASGI app: ids, keys, phases, bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.outputs import Phase
+from server.logs import REQUEST_LOGGER
+from server.metrics import Metrics
+from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
+
+PATHS = [
+    "/v1/completions",
+    "//v1/completions",
+    "/v1//completions",
+    "/V1/completions",
+    "/v1/completions/",
+    "/",
+    "/version",
+]
+PATHS += [
+    "/health/",
+    "//health",
+    "/HEALTH",
+    "/health/x",
+    "/metrics/",
+    "/docs",
+    "/openapi.json",
+    "/%2fhealth",
+    "/health%00",
+]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body it got."""
+    scope.get("state", {}).get("log", {})["note"] = "seen"
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def client_of(app: ASGIApp, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, **options), base_url="http://test")
+
+
+def assert_openai_shape(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+# -- request id and log -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["abc-123", "trace:9f/x.y_z@1+2=", "a" * 64])
+async def test_a_sane_request_id_is_echoed(given: str) -> None:
+    async with client_of(RequestContext(echo, Metrics())) as client:
+        response = await client.get("/", headers={"X-Request-Id": given})
+    assert response.headers.get_list("x-request-id") == [given]
+
+
+@pytest.mark.parametrize("given", ["", "a" * 65, "z" * 6000, "a b", "a\tb", "tür", "a;b", '"x"'])
+async def test_any_other_request_id_is_replaced(given: str) -> None:
+    async with client_of(RequestContext(echo, Metrics())) as client:
+        response = await client.get("/", headers={"X-Request-Id": given.encode()})
+    (made,) = response.headers.get_list("x-request-id")
+    assert made != given
+    assert len(made) == 32
+
+
+async def test_one_line_per_request_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUEST_LOGGER)
+    async with client_of(RequestContext(echo, Metrics())) as client:
+        await client.post("/a%0Ab", content=b"secret prompt", headers={"X-Request-Id": "mine"})
+    (record,) = caplog.records
+    fields = record.fields  # type: ignore[attr-defined]  # ours
+    assert fields["id"] == "mine"
+    assert fields["status"] == 200
+    assert fields["note"] == "seen"
+    assert "\n" not in fields["path"]
+    assert "secret" not in str(fields) + record.getMessage()
+
+
+async def test_probes_are_not_logged_but_their_failures_are(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUEST_LOGGER)
+    phase = Phase.READY
+    app = RequestContext(PhaseGate(echo, lambda: phase, ()), Metrics())
+    async with client_of(app) as client:
+        await client.get("/health")
+        assert not caplog.records
+        phase = Phase.DEAD
+        await client.get("/health")
+        assert len(caplog.records) == 1
+
+
+async def test_a_crash_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def crash(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("inside")
+
+    metrics = Metrics()
+    async with client_of(RequestContext(crash, metrics), raise_app_exceptions=False) as client:
+        await client.get("/")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["a request failed"]
+    values = {
+        (s.name, s.labels.get("code")): s.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for s in family.samples
+    }
+    assert values["pagemill_errors_total", "500"] == 1
+    assert values["pagemill_http_in_flight", None] == 0
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer key-1 x"},
+        {"Authorization": "key-1"},
+        {"Authorization": "Basic key-1"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer  key-1"},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
+)
+async def test_every_spelling_needs_the_key(path: str, headers: dict[str, str | bytes]) -> None:
+    app = Auth(echo, ["key-1", "key-2"], ["/health", "/metrics"])
+    async with client_of(app) as client:
+        response = await client.send(client.build_request("POST", "http://test" + path, headers=headers))
+    assert response.status_code == 401
+    assert assert_openai_shape(response)["code"] == "invalid_api_key"
+    assert "key-" not in response.text
+
+
+@pytest.mark.parametrize("value", ["Bearer key-1", "Bearer key-2", "bearer key-2"])
+async def test_each_key_opens(value: str) -> None:
+    async with client_of(Auth(echo, ["key-1", "key-2"], [])) as client:
+        assert (await client.get("/v1/models", headers={"Authorization": value})).status_code == 200
+
+
+async def test_open_paths_and_no_keys_at_all() -> None:
+    async with client_of(Auth(echo, ["key"], ["/health"])) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/metrics")).status_code == 401
+    async with client_of(Auth(echo, [], [])) as client:
+        assert (await client.get("/anything")).status_code == 200
+
+
+# -- phases -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("phase", "closes"), [(Phase.STARTING, False), (Phase.DRAINING, True), (Phase.DEAD, True)])
+async def test_nothing_is_served_unless_ready(phase: Phase, closes: bool) -> None:
+    async with client_of(PhaseGate(echo, lambda: phase, ["/health"])) as client:
+        response = await client.post("/v1/completions", content=b"x")
+        assert response.status_code == 503
+        assert assert_openai_shape(response)["code"] == f"server_{phase.value}"
+        assert response.headers["retry-after"]
+        assert (response.headers.get("connection") == "close") is closes
+        assert (await client.get("/health")).status_code == 200
+
+
+# -- bodies -------------------------------------------------------------------------------------------------------
+
+
+async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def test_a_body_arrives_whole_up_to_the_limit() -> None:
+    async with client_of(BodyLimit(echo, 10, 5)) as client:
+        assert (await client.post("/", content=b"0123456789")).text == "0123456789"
+        assert (await client.post("/", content=pieces(b"01234", b"56789"))).text == "0123456789"
+        assert (await client.get("/")).text == ""
+
+
+async def test_a_larger_body_is_refused_with_and_without_a_length() -> None:
+    async with client_of(BodyLimit(echo, 10, 5)) as client:
+        for content in (b"0123456789a", pieces(b"01234", b"56789", b"a")):
+            response = await client.post("/", content=content)
+            assert response.status_code == 413
+            assert "10 bytes" in assert_openai_shape(response)["message"]
+
+
+async def run_raw(app: ASGIApp, receive: Receive, headers: list[tuple[bytes, bytes]]) -> list[Any]:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+    await app(scope, receive, send)
+    return sent
+
+
+async def test_a_length_that_lies_or_has_10000_digits_is_refused_without_reading() -> None:
+    async def never() -> Any:
+        raise AssertionError("the body must not be read")
+
+    for length in (b"11", b"9" * 10_000):
+        sent = await run_raw(BodyLimit(echo, 10, 5), never, [(b"content-length", length)])
+        assert sent[0]["status"] == 413
+
+
+async def test_a_body_that_does_not_come_ends_in_408() -> None:
+    async def stuck() -> Any:
+        await asyncio.sleep(60)
+
+    sent = await run_raw(BodyLimit(echo, 10, 0.05), stuck, [(b"content-length", b"5")])
+    assert sent[0]["status"] == 408
+
+
+async def test_a_client_that_leaves_while_sending_reaches_no_route() -> None:
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    assert await run_raw(BodyLimit(echo, 10, 5), gone, [(b"content-length", b"5")]) == []
+
+
+async def test_after_the_body_the_route_still_hears_of_the_disconnect() -> None:
+    messages: list[Any] = [{"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}]
+    heard: list[str] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def listen(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.extend([(await receive())["type"], (await receive())["type"]])
+
+    await run_raw(BodyLimit(listen, 10, 5), receive, [(b"content-length", b"1")])
+    assert heard == ["http.request", "http.disconnect"]
