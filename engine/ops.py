@@ -30,7 +30,7 @@ def _load() -> Path:
     if not found:
         raise ImportError("The compiled ops are missing: run `make setup` (or `pip install -e .`) to build csrc/.")
     newest = max(found, key=lambda p: p.stat().st_mtime_ns)
-    torch.ops.load_library(str(newest))
+    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]
     return newest
 
 
@@ -193,3 +193,29 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """As silu_and_mul, with the tanh GELU."""
     out: Tensor = _ops.gated_activation(x, "gelu_tanh")
     return out
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------
+
+
+def sample(
+    logits: Tensor,  # [rows, vocab], float32; -inf bans an id
+    temperature: Tensor,  # [rows], float32, > 0 (not read where greedy)
+    top_k: Tensor,  # [rows], int32; 0 or less: no limit
+    top_p: Tensor,  # [rows], float32, from 0 to 1
+    min_p: Tensor,  # [rows], float32, from 0 to 1
+    greedy: Tensor,  # [rows], bool or uint8: the most likely id, the lowest among equals
+    seed_keys: Tensor,  # [rows], int64: the bits of engine.sampling.philox.seed_key
+    positions: Tensor,  # [rows], int64: where the drawn token will stand in its sequence
+) -> Tensor:  # [rows], int64
+    """One id per row, by docs/randomness.md to the bit; -1 where a row holds NaN, +inf or nothing finite."""
+    ids: Tensor = _ops.sample(logits, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
+    return ids
+
+
+def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """log_softmax(logits)[ids]: logits [rows, vocab] float32, ids [rows] int64 -> [rows] float32.
+
+    The sum is taken in float64. NaN where a row holds NaN or +inf; -inf for a banned id."""
+    logprobs: Tensor = _ops.logprobs_of(logits, ids)
+    return logprobs

@@ -1,0 +1,106 @@
+"""Speed of paged attention: GB/s of K and V read in decode, time and GFLOP/s of a prompt chunk, beside torch's SDPA.
+
+    python tests/bench/bench_attention.py [--threads 1 2] [--isa avx512]
+
+torch's figure for decode includes gathering the blocks into dense tensors, which is what a backend without paged
+attention does; for the prompt chunk it does not. Best of several runs, wall clock; run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine import ops
+
+DECODE = ((16, 512, 3, 3, 64), (64, 2048, 3, 3, 64), (16, 1024, 8, 4, 128), (1, 2048, 3, 3, 64))
+PREFILL = ((512, 2000, 3, 3, 64), (512, 2000, 8, 4, 128))
+DTYPE = torch.bfloat16
+
+
+def best(run: Callable[[], object], repeats: int = 7, seconds: float = 0.3) -> float:
+    """Seconds of the fastest of `repeats` batches of calls."""
+    run()
+    start = time.perf_counter()
+    run()
+    calls = max(1, int(seconds / repeats / max(time.perf_counter() - start, 1e-7)))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append((time.perf_counter() - start) / calls)
+    return min(times)
+
+
+def make_cache(num_seqs: int, length: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Key cache, value cache (views of one buffer, as the engine has it) and a shuffled block table."""
+    per_seq = -(-length // 16)
+    num_blocks = num_seqs * per_seq
+    half = kv_heads * 16 * dim
+    buffer = torch.randn(num_blocks, 2 * half).to(DTYPE)
+    keys = buffer[:, :half].view(num_blocks, kv_heads, 16, dim)
+    values = buffer[:, half:].view(num_blocks, kv_heads, 16, dim)
+    return keys, values, torch.randperm(num_blocks, dtype=torch.int32).view(num_seqs, per_seq)
+
+
+def decode(num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> str:
+    keys, values, table = make_cache(num_seqs, length, kv_heads, dim)
+    query = torch.randn(num_seqs, kv_heads * group, dim).to(DTYPE)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    lengths = torch.full((num_seqs,), length, dtype=torch.int32)
+    ours = best(lambda: ops.paged_attention(query, keys, values, table, starts, lengths, scale=dim**-0.5))
+
+    def dense() -> Tensor:
+        shape = (num_seqs, -1, kv_heads, 16, dim)
+        k = keys[table.long().view(-1)].view(shape).transpose(1, 2).reshape(num_seqs, kv_heads, -1, dim)
+        v = values[table.long().view(-1)].view(shape).transpose(1, 2).reshape(num_seqs, kv_heads, -1, dim)
+        q = query.view(num_seqs, kv_heads * group, 1, dim)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    theirs = best(dense, repeats=3)
+    size = num_seqs * length * kv_heads * dim * 2 * 2
+    return f"{size / ours / 1e9:6.1f} GB/s ({ours * 1e6:8.0f} us)   torch {size / theirs / 1e9:5.1f} GB/s"
+
+
+def prefill(num_queries: int, length: int, kv_heads: int, group: int, dim: int) -> str:
+    keys, values, table = make_cache(1, length, kv_heads, dim)
+    query = torch.randn(num_queries, kv_heads * group, dim).to(DTYPE)
+    starts = torch.tensor([0, num_queries], dtype=torch.int32)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    ours = best(lambda: ops.paged_attention(query, keys, values, table, starts, lengths, scale=dim**-0.5))
+    dense_keys = torch.randn(1, kv_heads, length, dim).to(DTYPE)
+    dense_values = torch.randn(1, kv_heads, length, dim).to(DTYPE)
+    dense_query = query.transpose(0, 1).unsqueeze(0)
+    mask = torch.arange(length)[None, :] <= torch.arange(length - num_queries, length)[:, None]
+    theirs = best(
+        lambda: torch.nn.functional.scaled_dot_product_attention(
+            dense_query, dense_keys, dense_values, attn_mask=mask, enable_gqa=True
+        ),
+        repeats=3,
+    )
+    flops = 4 * kv_heads * group * dim * sum(range(length - num_queries + 1, length + 1))
+    return f"{ours * 1e3:7.2f} ms ({flops / ours / 1e9:6.1f} GFLOP/s)   torch {theirs * 1e3:7.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--isa", default="auto")
+    arguments = parser.parse_args()
+    ops.set_isa(arguments.isa)
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        print(f"level {ops.isa()}, {threads} thread(s), {DTYPE}; seqs x length, kv heads, group, head dim")
+        for seqs, length, *rest in DECODE:
+            print(f"  decode  {seqs:3d} x {length}, {rest}: {decode(seqs, length, *rest)}", flush=True)
+        for queries, length, *rest in PREFILL:
+            print(f"  prefill {queries} x {length}, {rest}: {prefill(queries, length, *rest)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
