@@ -1,4 +1,4 @@
-"""`pagemill serve | check | chat`: flags in, exit code out.
+"""`pagemill serve | check | chat | bench`: flags in, exit code out.
 
 A command's module is imported inside its command: `--help` and `chat` must not wait for torch, and `serve` sets the
 thread variables before torch reads them.
@@ -33,6 +33,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "check": "print what serving a model would need, without serving it",
     "chat": "talk to a running server",
+    "bench": "measure a running server (python -m loadtest)",
 }
 
 
@@ -44,8 +45,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when something failed, 2 for a wrong command line."""
+    """argv: without the program's name; None takes the process's.
+
+    Returns the exit code: 0, 1 when something failed, 2 for a wrong command line."""
     started_s = time.monotonic()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:
+        return _bench(argv[1:])
     arguments = build_parser().parse_args(argv)
     given = vars(arguments)
     try:
@@ -116,6 +122,13 @@ def _chat(given: dict[str, Any]) -> int:
     return chat_client.run(chat_client.Options(**given))
 
 
+def _bench(argv: Sequence[str]) -> int:
+    """The measuring client parses its own flags: it knows nothing of this package."""
+    from loadtest import cli
+
+    return cli.main(argv)
+
+
 # -- flags --------------------------------------------------------------------------------------------------------
 
 
@@ -123,10 +136,11 @@ def build_parser() -> Parser:
     parser = Parser(prog="pagemill", description="An OpenAI-compatible server for large language models.")
     parser.add_argument("--version", action="version", version=f"pagemill {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    serve, check, chat = (
+    serve, check, chat, _ = (
         commands.add_parser(name, help=text, description=text, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         for name, text in COMMANDS.items()
     )
+    serve.usage, check.usage = "pagemill serve [MODEL] [FLAGS]", "pagemill check [MODEL] [FLAGS]"
     add_settings(serve)
     add_settings(check)
     check.add_argument(
@@ -165,7 +179,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         elif is_list(info):
             options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options["metavar"] = "{" + ",".join(choices_of(info)) + "}" if choices_of(info) else "VALUE"
+            options["metavar"] = (
+                "{" + ",".join(choices_of(info)) + "}" if choices_of(info) else (facts["unit"].upper() or "VALUE")
+            )
         group.add_argument(flag_of(name), **options)
 
 

@@ -84,12 +84,12 @@ STEP_METRICS: tuple[tuple[str, Kind, str, str], ...] = (
     ("recomputed_tokens", "counter", "Tokens computed again after preemption.", "num_recomputed_tokens_total"),
     ("prefix_cache_queries", "counter", "Prompt tokens looked up in the prefix cache.", "cache.prefix_queries_total"),
     ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", "cache.prefix_hits_total"),
-    ("kv_block_copies", "counter", "Blocks copied, copy-on-write and partial reuse.", "cache.block_copies_total"),
-    ("kv_copy_on_write", "counter", "Blocks copied for a writer of a shared block.", "cache.copy_on_write_total"),
-    ("kv_evictions", "counter", "Cached blocks given up for new content.", "cache.evictions_total"),
-    ("kv_live_slot_steps", "counter", "Sum over steps of distinct written slots.", "cache.live_slot_steps_total"),
-    ("kv_used_slot_steps", "counter", "Sum over steps of the slots of used blocks.", "cache.used_slot_steps_total"),
-    ("kv_live_slot_utilization_min", "gauge", "Smallest live-slot ratio of any step.", "cache.min_utilization"),
+    ("block_copies", "counter", "Blocks copied, copy-on-write and partial reuse.", "cache.block_copies_total"),
+    ("copy_on_write", "counter", "Blocks copied for a writer of a shared block.", "cache.copy_on_write_total"),
+    ("block_evictions", "counter", "Cached blocks given up for new content.", "cache.evictions_total"),
+    ("live_slot_steps", "counter", "Sum over steps of distinct written slots.", "cache.live_slot_steps_total"),
+    ("used_slot_steps", "counter", "Sum over steps of the slots of used blocks.", "cache.used_slot_steps_total"),
+    ("live_slot_utilization_min", "gauge", "Smallest live-slot ratio of any step.", "cache.min_utilization"),
 )
 
 
@@ -234,7 +234,7 @@ class Metrics(Collector):
         for name, kind, description, path in STEP_METRICS:
             yield _family(name, kind, description, attrgetter(path)(step))
         yield _family("kv_cache_usage_perc", "gauge", "Used blocks over all blocks, 0 to 1.", _usage(cache))
-        yield _family("kv_live_slot_utilization", "gauge", "Live-slot ratio over all steps.", _utilization(cache))
+        yield _family("live_slot_utilization", "gauge", "Live-slot ratio over all steps.", _utilization(cache))
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "Blocks of the KV pool by state.", labels=["state"])
         blocks.add_metric(["used"], cache.num_used_blocks)
         blocks.add_metric(["free"], cache.num_blocks - cache.num_used_blocks)

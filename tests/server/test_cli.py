@@ -35,7 +35,10 @@ def assert_sentence(done: subprocess.CompletedProcess[str], code: int, *parts: s
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["serve", "--help"], ["check", "--help"], ["chat", "--help"], ["chat", "--base-url", "http://127.0.0.1:9"]],
+    [
+        ["--help"], ["--version"], ["serve", "--help"], ["check", "--help"], ["chat", "--help"],
+        ["bench", "run", "--help"], ["chat", "--base-url", "http://127.0.0.1:9"],
+    ],
 )  # fmt: skip
 def test_no_torch_for_help_and_chat(arguments: list[str]) -> None:
     program = f"""
@@ -53,7 +56,7 @@ print([name for name in ("torch", "transformers", "fastapi", "uvicorn") if name 
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in ((["--help"], "serve check chat"), (["--version"], "pagemill ")):
+    for arguments, words in ((["--help"], "serve check chat bench"), (["--version"], "pagemill ")):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 0

@@ -15,8 +15,8 @@ EXPECTED = """num_requests_running num_requests_waiting kv_cache_usage_perc num_
 generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total
 time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket
 e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_prefill_time_seconds_bucket
-request_decode_time_seconds_bucket iteration_tokens_total_bucket kv_live_slot_utilization kv_blocks
-kv_live_slot_utilization_min kv_copy_on_write_total kv_block_copies_total kv_evictions_total discarded_tokens_total
+request_decode_time_seconds_bucket iteration_tokens_total_bucket live_slot_utilization kv_blocks
+live_slot_utilization_min copy_on_write_total block_copies_total block_evictions_total discarded_tokens_total
 client_disconnects_total slow_clients_total event_loop_lag_seconds_bucket step_schedule_seconds_bucket
 step_execute_seconds_bucket step_update_seconds_bucket"""
 
@@ -46,7 +46,7 @@ def test_gauges_follow_the_latest_step_also_one_that_computed_nothing() -> None:
     assert value(metrics, "num_requests_running") == 3
     assert value(metrics, "num_requests_waiting") == 2
     assert value(metrics, "kv_cache_usage_perc") == 0.4
-    assert value(metrics, "kv_live_slot_utilization") == 0.9
+    assert value(metrics, "live_slot_utilization") == 0.9
     assert value(metrics, "kv_blocks", "free") == 6
     assert value(metrics, "iteration_tokens_total_sum") == 42
     metrics.observe_delivery(Delivery(step=StepStats(1, 0, 0, cache=CacheStats(num_blocks=10))))
