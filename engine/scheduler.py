@@ -13,12 +13,12 @@ prefill and no decode mode: a step gives every sequence some of the tokens it ha
 from __future__ import annotations
 
 from collections import deque
-from heapq import heappop, heappush
 
 from engine.batch import NewRow, RowOutput, ScheduledBatch, StepOutput
 from engine.config import SchedulerConfig
 from engine.kv.manager import KVCacheManager, PrefixMatch
-from engine.outputs import FinishReason, SequenceOutput
+from engine.outputs import FinishReason
+from engine.rows import RowPool
 from engine.sequence import Request, Sequence, SequenceStatus
 from engine.stats import StepStats
 from engine.step import Changes, Collected, Entry, StepPlan
@@ -40,13 +40,11 @@ class Scheduler:
         self._config = config
         self._max_model_len = max_model_len
         self._live: dict[int, dict[tuple[int, int], Sequence]] = {}  # stream -> (prompt, choice) -> not yet ended
-        self._free_rows = list(range(config.max_num_seqs))
-        self._freed_rows: list[int] = []  # since the last batch
+        self._rows = RowPool(config.max_num_seqs, manager)
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = StepPlan(0.0, 0)  # retired last
         self._next_step_id = 0
         self._num_unforked = 0
-        self._num_releasing = 0
         self._num_preemptions = self._num_recomputed = self._num_discarded = 0
 
     # -- the queue
@@ -134,10 +132,13 @@ class Scheduler:
         self._next_step_id += 1
         self._num_recomputed += step.num_recomputed_tokens
         self._in_flight.append(step)
-        freed_rows = tuple(self._freed_rows)
-        self._freed_rows.clear()
         return ScheduledBatch(
-            step.step_id, freed_rows, tuple(step.new_rows), new_blocks, block_copies, tuple(step.rows)
+            step_id=step.step_id,
+            freed_rows=self._rows.take_freed(),
+            new_rows=tuple(step.new_rows),
+            new_blocks=new_blocks,
+            block_copies=block_copies,
+            rows=tuple(step.rows),
         )
 
     def _schedule_running(self, step: StepPlan) -> bool:
@@ -166,7 +167,7 @@ class Scheduler:
         """Allocate slots for up to num_tokens tokens; returns how many. Younger sequences give way, the youngest
         itself takes what is there and else stands still, as the older ones go on and will free memory."""
         while not self.manager.allocate_slots(sequence, num_tokens):
-            if self._num_releasing:  # blocks come back when a step in flight retires
+            if self._rows.num_releasing:  # blocks come back when a step in flight retires
                 return 0
             victim = self.running[-1]
             if victim is not sequence:
@@ -180,12 +181,12 @@ class Scheduler:
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         manager = self.manager
-        if not self.waiting or not self._free_rows or step.budget <= 0:
+        if not self.waiting or not self._rows.has_free or step.budget <= 0:
             return
         # what running sequences will still allocate for the tokens they have
         promised = sum(map(manager.num_missing_blocks, self.running))
         passed_over: list[Sequence] = []
-        while self.waiting and self._free_rows and step.budget > 0:
+        while self.waiting and self._rows.has_free and step.budget > 0:
             sequence = self.waiting[0]
             if sequence.releasing:
                 break
@@ -231,7 +232,7 @@ class Scheduler:
         """The prompt will be computed: its other choices sample from the same logits, as far as rows are free."""
         self._num_unforked -= len(primary.siblings)
         for sibling in primary.siblings:
-            if not self._free_rows:
+            if not self._rows.has_free:
                 step.overflow.append(sibling)
                 continue
             self._start(step, sibling)
@@ -243,7 +244,7 @@ class Scheduler:
         primary.siblings = []
 
     def _start(self, step: StepPlan, sequence: Sequence) -> None:
-        sequence.row = heappop(self._free_rows)
+        self._rows.take(sequence)
         sequence.status = SequenceStatus.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = step.now
@@ -286,9 +287,7 @@ class Scheduler:
             self.manager.commit(sequence)
             if entry.samples:
                 self._append(sequence, row, collected)
-        if sequence.releasing and not sequence.num_steps_in_flight:
-            self._num_releasing -= 1
-            self._release(sequence)
+        self._rows.retire(sequence)
 
     def _append(self, sequence: Sequence, row: RowOutput, collected: Collected) -> None:
         if len(row.token_ids) != 1:
@@ -297,17 +296,14 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = collected.now
         reason = sequence.append(token_id)
-        output = SequenceOutput(
-            sequence.request.prompt_index,
-            sequence.choice_index,
-            row.token_ids,
-            row.logprobs,
-            row.top_logprobs,
-            reason,
-            token_id if reason == "stop" else None,
-            sequence.request.num_cached_tokens or 0,
+        collected.tell(
+            sequence,
+            token_ids=row.token_ids,
+            logprobs=row.logprobs,
+            top_logprobs=row.top_logprobs,
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else None,
         )
-        collected.outputs.setdefault(sequence.request.stream_id, []).append(output)
         if reason is not None:
             self._close(sequence, reason, collected)
 
@@ -315,14 +311,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, collected: Collected, error: str | None = None) -> None:
         """End it without another token. Choices not yet forked share its error, or go on without it."""
-        output = SequenceOutput(
-            sequence.request.prompt_index,
-            sequence.choice_index,
-            finish_reason=reason,
-            num_cached_tokens=sequence.request.num_cached_tokens or 0,
-            error=error,
-        )
-        collected.outputs.setdefault(sequence.request.stream_id, []).append(output)
+        collected.tell(sequence, finish_reason=reason, error=error)
         if reason == "error":
             for sibling in tuple(sequence.siblings):
                 self._end(sibling, reason, collected, error)
@@ -337,7 +326,7 @@ class Scheduler:
             del self._live[stream_id]
         self._leave_queue(sequence)
         sequence.status = SequenceStatus.FINISHED
-        self._leave_row(sequence)
+        self._rows.leave(sequence)
 
     def _leave_queue(self, sequence: Sequence) -> None:
         """Out of running, waiting or its primary's siblings; its own siblings get a new primary."""
@@ -364,24 +353,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         self._num_preemptions += 1
-        self._leave_row(sequence)
-
-    def _leave_row(self, sequence: Sequence) -> None:
-        if sequence.row is None or sequence.releasing:
-            return
-        if sequence.num_steps_in_flight:
-            self.manager.unclaim(sequence)
-            sequence.releasing = True
-            self._num_releasing += 1
-        else:
-            self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.row is not None
-        self.manager.free(sequence)
-        self._freed_rows.append(sequence.row)
-        heappush(self._free_rows, sequence.row)
-        sequence.row = None
+        self._rows.leave(sequence)
 
     # -- numbers
 
@@ -409,11 +381,7 @@ class Scheduler:
         named = {id(e.sequence): e.sequence for step in self._in_flight for e in step.entries}
         live = {id(s): s for stream in self._live.values() for s in stream.values()}
         holders = [s for s in {**named, **live}.values() if s.row is not None]
-        rows = [s.row for s in holders if s.row is not None]
-        assert sorted(rows + self._free_rows) == list(range(self._config.max_num_seqs)), "every row once"
-        self.manager.check(holders)
-        assert self._num_releasing == sum(s.releasing for s in holders)
-        assert all(s.num_steps_in_flight for s in holders if s.releasing)
+        self._rows.check(holders)
         assert {id(s) for s in self.running} == {id(s) for s in live.values() if s.status is SequenceStatus.RUNNING}
         unforked = [s for primary in live.values() for s in primary.siblings]
         assert len(unforked) == self._num_unforked

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.batch import NewRow, ScheduledRow
-from engine.outputs import SequenceOutput
+from engine.outputs import FinishReason, SequenceOutput, TokenLogprobs
 from engine.sequence import Sequence
 from engine.stats import RequestStats
 
@@ -28,6 +28,32 @@ class Collected:
     now: float
     outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
     finished: list[RequestStats] = field(default_factory=list)
+
+    def tell(
+        self,
+        sequence: Sequence,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[float, ...] = (),
+        top_logprobs: tuple[TokenLogprobs, ...] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Add an output of the sequence."""
+        request = sequence.request
+        output = SequenceOutput(
+            prompt_index=request.prompt_index,
+            choice_index=sequence.choice_index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=error,
+        )
+        self.outputs.setdefault(request.stream_id, []).append(output)
 
     def freeze(self) -> Changes:
         return Changes(tuple((k, tuple(v)) for k, v in self.outputs.items()), tuple(self.finished))

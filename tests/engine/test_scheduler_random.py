@@ -30,7 +30,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def play(seed: int, *, depth: int, num_turns: int = 120, with_failures: bool = True) -> FakeEngine:
+def play(seed: int, *, depth: int, num_turns: int = 80, with_failures: bool = True) -> FakeEngine:
     rng = random.Random(seed)
     max_model_len = rng.choice([48, 96, 200])
     block_size = rng.choice([4, 16])
@@ -80,12 +80,12 @@ def play(seed: int, *, depth: int, num_turns: int = 120, with_failures: bool = T
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_life(seed: int, depth: int) -> None:
     play(seed, depth=depth)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(min_value=1000), depth=st.sampled_from([1, 2]))
 def test_random_life_with_any_seed(seed: int, depth: int) -> None:
     play(seed, depth=depth, num_turns=30)
