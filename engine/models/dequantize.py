@@ -1,9 +1,9 @@
 """GGUF's block formats to floating point: every format of the `gguf` package, the plain ones by a faster route.
 
-A quantised row is a run of blocks, each a scale (and an offset) in float16 and 32 small integers. The five plain
-formats, which hold most bytes of small models, are a few tensor operations over cache-sized runs of blocks (3 to 5
-times the speed of the package's numpy, and bit for bit its result: float32, one multiplication, one addition). All
-others go through `gguf.quants`.
+A quantised row is a run of blocks: scales and offsets of a few bits or float16, and 32 or 256 small integers. The
+formats that files are mostly made of are a few tensor operations over short runs of blocks (three times the speed of
+the package's numpy, and bit for bit its result: float32, one multiplication, one addition). All others go through
+`gguf.quants`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from engine.models.gguf import GgufError
 
-_RUN = 1 << 18  # elements handled at once: their float32 values stay in the second-level cache
+# Elements handled at once: the values stay in the second-level cache, and torch splits no operation of this size
+# over its threads, which would cost more than it gains and a lot more on a busy machine.
+_RUN = 1 << 15
+_PACKAGE_RUN = 1 << 18  # the package's many small numpy calls want longer runs
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -45,8 +48,9 @@ def _runs(data: np.ndarray, kind: GGMLQuantizationType) -> Iterator[tuple[int, T
         return
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = data.reshape(-1, block_bytes)
-    step = max(_RUN // block_size, 1)
-    convert = _BLOCKS.get(kind, _by_package(kind))
+    convert = _BLOCKS.get(kind)
+    step = (_RUN if convert else _PACKAGE_RUN) // block_size
+    convert = convert or _by_package(kind)
     for first in range(0, len(blocks), step):
         yield first * block_size, convert(_tensor(blocks[first : first + step])).view(-1)
 
@@ -103,10 +107,54 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_half(blocks, 0))
 
 
+def _scales_and_offsets(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight offsets of 6 bits in 12 bytes: [n, 12] uint8 -> 2 x [n, 8] float32. The first four of
+    each lie in the low bits of a byte; the last four take 4 bits of the third group and the others' two top bits."""
+    scale, offset, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), dim=1)
+    offsets = torch.cat((offset & 63, (rest >> 4) | ((offset >> 2) & 48)), dim=1)
+    return scales.float(), offsets.float()
+
+
+def _low_high(packed: Tensor, width: int) -> Tensor:
+    """[n, bytes] -> [n, 2 * bytes] uint8: of every `width` bytes first the low halves, then the high ones."""
+    groups = packed.reshape(len(packed), -1, width)
+    return torch.stack((groups & 15, groups >> 4), dim=2).view(len(packed), -1)
+
+
+def _k_values(blocks: Tensor, integers: Tensor) -> Tensor:
+    """Eight sub-blocks of 32 with their own scale and offset: [n, 256] uint8 -> [n, 256] float32."""
+    scales, offsets = _scales_and_offsets(blocks[:, 4:16])
+    values = integers.float().view(-1, 8, 32)
+    values.mul_((_half(blocks, 0) * scales)[:, :, None]).sub_((_half(blocks, 2) * offsets)[:, :, None])
+    return values
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _k_values(blocks, _low_high(blocks[:, 16:], 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = ((blocks[:, 16:48, None].transpose(1, 2) >> shifts) & 1) << 4
+    return _k_values(blocks, _low_high(blocks[:, 48:], 32) | fifth.reshape(-1, 256))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    upper = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
+    integers = _low_high(blocks[:, :128], 64) | upper.view(-1, 256)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
+    return (integers.float() - 32.0).view(-1, 16, 16).mul_(scales[:, :, None])
+
+
 _BLOCKS: dict[GGMLQuantizationType, Callable[[Tensor], Tensor]] = {
     GGMLQuantizationType.Q4_0: _q4_0,
     GGMLQuantizationType.Q4_1: _q4_1,
     GGMLQuantizationType.Q5_0: _q5_0,
     GGMLQuantizationType.Q5_1: _q5_1,
     GGMLQuantizationType.Q8_0: _q8_0,
+    GGMLQuantizationType.Q4_K: _q4_k,
+    GGMLQuantizationType.Q5_K: _q5_k,
+    GGMLQuantizationType.Q6_K: _q6_k,
 }

@@ -49,6 +49,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
         raise
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """`write_atomically` for what is at hand already."""
+
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
+    write_atomically(path, write)
+
+
 def content_hash(path: Path, root: Path) -> str:
     """Hex BLAKE2b-256 of the file's bytes. Raises OSError if it cannot be read."""
     path = path.resolve()
@@ -65,11 +74,7 @@ def content_hash(path: Path, root: Path) -> str:
             digest.update(chunk)
     text = digest.hexdigest()
     try:
-        write_atomically(remembered, lambda file: _write(file, text.encode("ascii")))
+        write_bytes(remembered, text.encode("ascii"))
     except OSError as error:
         logger.warning("The cache under %s cannot be written (%s); the next start takes longer.", root, error)
     return text
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    file.write(data)

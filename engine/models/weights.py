@@ -24,7 +24,7 @@ from engine.config import LoadFormat, StartError
 from engine.models import config_facts, gguf_config, gguf_tensors, safetensors_files
 from engine.models.gguf import GgufFile
 from engine.models.source import Source, read_json
-from engine.models.user_cache import cache_root, content_hash, write_atomically
+from engine.models.user_cache import cache_root, content_hash, write_atomically, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class GgufWeights(Weights):
 
 def _seal(path: Path) -> None:
     """Notes the finished file's identity beside it, so that a file touched later by whatever is not believed."""
-    write_atomically(path.with_suffix(".json"), lambda file: _write(file, json.dumps(_identity(path)).encode()))
+    write_bytes(path.with_suffix(".json"), json.dumps(_identity(path)).encode())
 
 
 def _is_sealed(path: Path) -> bool:
@@ -181,10 +181,6 @@ def _is_sealed(path: Path) -> bool:
 def _identity(path: Path) -> list[int]:
     stat = os.stat(path)
     return [stat.st_size, stat.st_mtime_ns]
-
-
-def _write(file: Any, data: bytes) -> None:
-    file.write(data)
 
 
 def _canonical(config: dict[str, Any]) -> bytes:
