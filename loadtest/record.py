@@ -119,10 +119,8 @@ def decode(record: RequestRecord) -> None:
 def _fault(record: RequestRecord) -> str:
     if record.status != 200:
         return f"http {record.status}" if record.status else "no answer"
-    if record.streamed and not record.done:
-        return "stream cut off"
     if len(record.finish_reasons) < record.n:
-        return "no finish_reason"
+        return "no finish_reason" if record.done or not record.streamed else "stream cut off"
     if "error" in record.finish_reasons.values():
         return "finish_reason error"
     return ""

@@ -90,6 +90,7 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None = No
             "completed": len(good),
             "failed": len(records) - len(good),
             "short": sum(record.output_tokens < record.planned_tokens * record.n for record in good),
+            "without_done": sum(record.streamed and not record.done for record in good),
             "without_usage": sum(not record.has_usage for record in good),
         },
         "tokens": {

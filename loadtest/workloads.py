@@ -54,6 +54,10 @@ class Workload:
             self, num_sessions=max(min(self.concurrency, self.num_sessions), round(self.num_sessions * scale))
         )
 
+    def without_n(self) -> Workload:
+        """The same work for a server that knows no n: n requests of one choice each, n times as many at once."""
+        return replace(self, num_sessions=self.num_sessions * self.n, concurrency=self.concurrency * self.n, n=1)
+
     def build(self, seed: int, source: PromptSource, arrivals: Sequence[float] = ()) -> list[Session]:
         """The sessions; arrivals: their times in the open loop (one each), empty in the closed loop."""
         random = Random(f"{self.name}-{seed}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import ArgumentParser
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -192,3 +193,17 @@ class FakeServer:
         payload = b"[DONE]" if event is None else json.dumps({"object": "x", "model": "fake", **event}).encode()
         data = b"data: " + payload + b"\n\n"
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+async def _serve(port: int, server: FakeServer) -> None:
+    async with server.start(port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--first", type=float, default=0.005)
+    parser.add_argument("--gap", type=float, default=0.003)
+    flags = parser.parse_args()
+    asyncio.run(_serve(flags.port, FakeServer(first_s=flags.first, gap_s=flags.gap)))

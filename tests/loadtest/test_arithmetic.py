@@ -119,7 +119,14 @@ def test_failed_and_short_requests_are_counted_apart() -> None:
     for record in (lost, refused):
         decode(record)
     summary = summarise([short, lost, refused])
-    assert summary["requests"] == {"total": 3, "completed": 1, "failed": 2, "short": 1, "without_usage": 0}
+    assert summary["requests"] == {
+        "total": 3,
+        "completed": 1,
+        "failed": 2,
+        "short": 1,
+        "without_done": 0,
+        "without_usage": 0,
+    }
     assert summary["errors"] == {"stream cut off": 1, "http 429": 1}
     assert summary["latency_s"]["e2e"]["count"] == 1
 

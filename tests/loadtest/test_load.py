@@ -48,7 +48,7 @@ async def test_latencies_are_the_servers_to_the_millisecond(
     n: int, through: type[Transport], tolerance: float
 ) -> None:
     """The server stamps each token as it writes it; the client must see the same gaps. Medians are compared, since
-    another process may hold the core for a moment between a write and its arrival. httpx itself takes a millisecond."""
+    another process may hold the core between a write and its arrival. httpx itself takes a millisecond."""
     async with FakeServer(first_s=0.02, gap_s=0.006).start() as server:
         workload = Workload("w", 8, 2, fixed(5), fixed(12), n=n, temperature=1.0)
         records = await run(server, workload, transport=through(server.url))  # type: ignore[call-arg]

@@ -1,0 +1,88 @@
+"""`loadtest compare`: several servers from a spec file, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loadtest.compare import METRICS, Comparison, read_spec
+from loadtest.lengths import UsageError
+from loadtest.table import grid
+
+SPECS = Path(__file__).parent / "specs"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("compare", help="several servers, interleaved round by round", allow_abbrev=False)
+    parser.add_argument("spec", help="a TOML file, or the name of one in loadtest/specs")
+    parser.add_argument("--budget", type=duration, help="time for all of it: 60m, 1h, 300s; scales request counts")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the spec")
+    parser.add_argument("--only", action="append", default=[], help="a server to keep; repeatable")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
+    parser.set_defaults(command=command)
+
+
+def duration(text: str) -> float:
+    """Seconds from 90, 90s, 20m, 1.5h. Raises argparse's error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"want a time such as 90s, 20m or 1h, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def find_spec(text: str) -> Path:
+    """A file, or the name of a shipped one. Raises UsageError."""
+    for path in (Path(text), SPECS / f"{text}.toml"):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(spec.stem for spec in SPECS.glob("*.toml")))
+    raise UsageError(f"There is no spec {text!r}; shipped are {names}.")
+
+
+async def command(arguments: argparse.Namespace) -> int:
+    """Exit code 1 if any request of any server failed."""
+    spec = read_spec(find_spec(arguments.spec), arguments.set, arguments.only)
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="loadtest-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(spec, logs)
+    try:
+        await comparison.run(arguments.budget)
+    finally:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(comparison.result, indent=1))
+    print(comparison_table(comparison.result))
+    return int(any(run["requests"]["failed"] for run in comparison.result["runs"]))
+
+
+def comparison_table(result: Mapping[str, Any]) -> str:
+    """Medians over rounds, and the ratio to the baseline as median [least-greatest]."""
+    rows = [["workload", "server", *METRICS]]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["ratios"]:
+        values = sorted(value for value in row["values"] if value is not None)
+        middle = values[len(values) // 2]
+        shown = f"{middle:.2f}" if row["metric"].endswith("_per_s") else f"{middle * 1000:.1f} ms"
+        ratio = f" x{row['ratio']:.2f} [{row['least']:.2f}-{row['greatest']:.2f}]"
+        is_baseline = row["server"] == result["baseline"]
+        cells.setdefault((row["workload"], row["server"]), {})[row["metric"]] = shown + ("" if is_baseline else ratio)
+    rows += [[*key, *(values.get(metric, "-") for metric in METRICS)] for key, values in cells.items()]
+    starts = [
+        f"{name}: ready after {row['start_s']:.1f} s"
+        + (f", {row['rss_ready_bytes'] / 2**20:.0f} MiB" if "rss_ready_bytes" in row else "")
+        for name, row in result["servers"].items()
+    ]
+    before = result["before"]
+    others = [run["machine"]["cores_others"] for run in result["runs"] if "cores_others" in run["machine"]]
+    machine = (
+        f"machine: {result['machine']['cpu']}, {result['machine']['cores']} cores; before: load {before['load']:.2f}, "
+        f"{before['cores_busy']:.2f} cores busy"
+        + (f"; during: others took up to {max(others):.2f} cores" if others else "")
+    )
+    scale = f"request counts x{result['scale']:.3f}, {result['rounds']} rounds, baseline {result['baseline']}"
+    return "\n".join([grid(rows), "", *starts, machine, scale])

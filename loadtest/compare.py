@@ -1,0 +1,231 @@
+"""Several servers, the same requests, round by round.
+
+All servers are started first; only the one being measured runs, the others are stopped (SIGSTOP). Every round uses
+fresh requests (another seed), the same for all; the order of the servers rotates. Ratios are taken within a round,
+so that what the machine does to both cancels, and are given with their spread over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from loadtest.lengths import UsageError
+from loadtest.machine import CpuMark, describe_machine, load_average, resident_bytes
+from loadtest.measure import Plan, measure
+from loadtest.prompts import prompt_source
+from loadtest.servers import Server, ServerSpec, server_spec
+from loadtest.transport import RawTransport
+from loadtest.workloads import Workload, named_workload
+
+METRICS: Mapping[str, tuple[str, ...]] = {  # name -> path in a result; latencies are better when small
+    "output_tokens_per_s": ("rates", "output_tokens_per_s"),
+    "requests_per_s": ("rates", "requests_per_s"),
+    "ttft_p50": ("latency_s", "ttft", "p50"),
+    "tpot_p50": ("latency_s", "tpot", "p50"),
+    "itl_p99": ("latency_s", "itl", "p99"),
+    "e2e_p50": ("latency_s", "e2e", "p50"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSpec:
+    """baseline: the server that ratios divide by. workloads: names, W1..W6 by default."""
+
+    servers: tuple[ServerSpec, ...]
+    baseline: str
+    workloads: tuple[Workload, ...]
+    rounds: int = 3
+    seed: int = 0
+    pause_others: bool = True
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_spec(path: Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> CompareSpec:
+    """overrides: NAME=VALUE for the spec's variables. only: names of servers to keep. Raises UsageError."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Cannot read the spec {path}: {error}.") from None
+    known = {"server", "baseline", "workloads", "rounds", "seed", "pause_others", "variables"}
+    if unknown := set(table) - known:
+        raise UsageError(f"A spec has no field {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}.")
+    variables = dict(table.get("variables", {}))
+    for text in overrides:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise UsageError(f"--set wants NAME=VALUE, got {text!r}.")
+        variables[name] = value
+    servers = tuple(server_spec(row) for row in table.get("server", ()))
+    servers = tuple(server for server in servers if not only or server.name in only)
+    names = [server.name for server in servers]
+    baseline = table.get("baseline", names[0] if names else "")
+    if len(set(names)) < len(names) or not names:
+        raise UsageError("A spec needs at least one [[server]], and their names must differ.")
+    if baseline not in names:
+        raise UsageError(f"The baseline {baseline!r} is not among the servers {', '.join(names)}.")
+    workloads = tuple(named_workload(name) for name in table.get("workloads", [f"W{k}" for k in range(1, 7)]))
+    return CompareSpec(
+        servers, baseline, workloads, table.get("rounds", 3), table.get("seed", 0), table.get("pause_others", True),
+        variables,
+    )  # fmt: skip
+
+
+def choose_scale(
+    budget_s: float, estimates: Mapping[tuple[str, str], float], workloads: Sequence[Workload], rounds: int
+) -> float:
+    """The largest scale <= 1 at which all rounds fit into budget_s, or the smallest that there is.
+
+    estimates: (server, workload) -> seconds per session. A workload never has fewer sessions than workers."""
+
+    def needed(scale: float) -> float:
+        return rounds * sum(
+            seconds * workload.scaled(scale).num_sessions
+            for (_, name), seconds in estimates.items()
+            for workload in workloads
+            if workload.name == name
+        )
+
+    if needed(1.0) <= budget_s:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if needed(middle) <= budget_s else (low, middle)
+    return low
+
+
+class Comparison:
+    """One run of a spec. `result` is JSON data and grows as the run goes on."""
+
+    def __init__(self, spec: CompareSpec, log_dir: Path) -> None:
+        self.spec = spec
+        self.servers = [Server(server) for server in spec.servers]
+        self.result: dict[str, Any] = {
+            "machine": describe_machine(), "baseline": spec.baseline, "rounds": spec.rounds, "seed": spec.seed,
+            "scale": 1.0, "servers": {}, "runs": [], "ratios": [],
+        }  # fmt: skip
+        self._log_dir = log_dir
+
+    async def run(self, budget_s: float | None = None) -> dict[str, Any]:
+        """Starts, warms, measures, ends. budget_s: for everything, starts included."""
+        begun = perf_counter()
+        try:
+            mark, load = CpuMark.now(), load_average()
+            await asyncio.sleep(1.0)
+            self.result["before"] = {"load": load, "cores_busy": CpuMark.now().cores_since(mark)}
+            for server in self.servers:
+                await self._start(server)
+            estimates: dict[tuple[str, str], float] = {}
+            for server in self.servers:
+                estimates |= await self._warm(server, calibrate=budget_s is not None)
+            if budget_s is not None:
+                left = budget_s - (perf_counter() - begun)
+                scale = choose_scale(left, estimates, self.spec.workloads, self.spec.rounds)
+                self.result |= {"budget_s": budget_s, "scale": scale}
+                _say(f"scale {scale:.3f} of the request counts, for {left:.0f} s left of the budget")
+            for round_number in range(self.spec.rounds):
+                await self._round(round_number)
+        finally:
+            for server in self.servers:
+                await server.end()
+        self.result["ratios"] = ratios(self.result["runs"], self.spec.baseline)
+        self.result["wall_s"] = perf_counter() - begun
+        return self.result
+
+    async def _start(self, server: Server) -> None:
+        _say(f"starting {server.spec.name}")
+        await server.start(self.spec.variables, self._log_dir / f"{server.spec.name}.log")
+        row: dict[str, Any] = {"start_s": server.start_s, "command": server.spec.command or server.url}
+        if server.pid is not None:
+            row["rss_ready_bytes"] = resident_bytes(server.pid)
+        self.result["servers"][server.spec.name] = row
+        if self.spec.pause_others:
+            server.pause()
+
+    async def _warm(self, server: Server, *, calibrate: bool) -> dict[tuple[str, str], float]:
+        """One small run per workload. Returns seconds per session (from full-length outputs if calibrate)."""
+        estimates = {}
+        for workload in self.spec.workloads:
+            _say(f"warming {server.spec.name} with {workload.name}")
+            small = workload.scaled(0.0)
+            began = perf_counter()
+            result = await self._measure(server, small, self.spec.seed + 5_000_011, warm=not calibrate)
+            if not result["requests"]["completed"]:
+                raise UsageError(f"Server {server.spec.name} fails {workload.name}: {result['errors']}.")
+            estimates[server.spec.name, workload.name] = (perf_counter() - began) / small.num_sessions
+        return estimates
+
+    async def _round(self, number: int) -> None:
+        shift = number % len(self.servers)
+        for workload in self.spec.workloads:
+            for server in self.servers[shift:] + self.servers[:shift]:
+                scaled = workload.scaled(self.result["scale"])
+                result = await self._measure(server, scaled, self.spec.seed + number)
+                result |= {"server_name": server.spec.name, "round": number}
+                self.result["runs"].append(result)
+                rates, turn = result["rates"], f"round {number + 1}/{self.spec.rounds}"
+                shown = f"{rates['output_tokens_per_s']:.1f} tok/s, {rates['requests_per_s']:.2f} requests/s"
+                _say(f"{turn} {workload.name} {server.spec.name}: {shown}")
+
+    async def _measure(self, server: Server, workload: Workload, seed: int, *, warm: bool = False) -> dict[str, Any]:
+        source = prompt_source(server.spec.prompts)
+        if server.spec.expand_n:
+            workload = workload.without_n()
+        sessions = workload.build(seed, source)
+        description = {
+            "workload": workload.name, "url": server.url, "loop": f"closed, concurrency {workload.concurrency}",
+            "seed": seed, "sessions": workload.num_sessions,
+        }  # fmt: skip
+        plan = Plan(sessions[:2] if warm else sessions, workload.concurrency, description)
+        transport = RawTransport(server.url)
+        server.resume()
+        try:
+            return await measure(transport, server.spec.target(self.spec.variables), plan, pid=server.pid)
+        finally:
+            await transport.close()
+            if self.spec.pause_others:
+                server.pause()
+
+
+def ratios(runs: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Per workload, server and metric: the median, least and greatest over rounds of value / baseline's value."""
+    rows = []
+    workloads = list(dict.fromkeys(run["workload"] for run in runs))
+    for workload in workloads:
+        mine = [run for run in runs if run["workload"] == workload]
+        for server in dict.fromkeys(run["server_name"] for run in mine):
+            for metric in METRICS:
+                values = [run_value(run, metric) for run in mine if run["server_name"] == server]
+                base = [run_value(run, metric) for run in mine if run["server_name"] == baseline]
+                pairs = [(a, b) for a, b in zip(values, base, strict=False) if a is not None and b]
+                if not pairs:
+                    continue
+                quotients = [a / b for a, b in pairs]
+                rows.append(
+                    {
+                        "workload": workload, "server": server, "metric": metric, "values": values,
+                        "ratio": median(quotients), "least": min(quotients), "greatest": max(quotients),
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def run_value(run: Mapping[str, Any], metric: str) -> float | None:
+    value: Any = run
+    for key in METRICS[metric]:
+        value = value.get(key)
+        if value is None:
+            return None
+    return float(value)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

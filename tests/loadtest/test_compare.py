@@ -1,0 +1,189 @@
+"""Comparisons: real processes (the fake server), interleaved, ended; the arithmetic of scale and ratio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from loadtest import cli
+from loadtest.cli_compare import SPECS, duration
+from loadtest.compare import Comparison, choose_scale, ratios, read_spec
+from loadtest.lengths import UsageError, fixed
+from loadtest.machine import CpuMark, cpu_seconds, process_tree, resident_bytes
+from loadtest.servers import Server, ServerSpec
+from loadtest.workloads import Workload
+
+REPOSITORY = Path(__file__).parents[2]
+FAKE = f"{sys.executable} -m tests.loadtest.fake_server --port {{port}}"
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def write_spec(path: Path, servers: Sequence[str], extra: str = "") -> Path:
+    rows = "\n".join(servers)
+    path.write_text(f'rounds = 2\nworkloads = ["W1"]\n{extra}\n{rows}')
+    return path
+
+
+def row(name: str, gap: float) -> str:
+    command = f"{FAKE} --first 0.001 --gap {gap}"
+    return f'[[server]]\nname = "{name}"\ncommand = """{command}"""\ncwd = "{REPOSITORY}"\nmodel = "fake"\n'
+
+
+def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = write_spec(tmp_path / "s.toml", [row("slow", 0.003), row("fast", 0.0)])
+    result_path = tmp_path / "r.json"
+    assert cli.main(["compare", str(spec), "--budget", "1s", "--json", str(result_path), "--logs", str(tmp_path)]) == 0
+    result = json.loads(result_path.read_text())
+    assert result["scale"] < 1
+    order = [(run["round"], run["server_name"]) for run in result["runs"]]
+    assert order == [(0, "slow"), (0, "fast"), (1, "fast"), (1, "slow")], "interleaved, order rotated"
+    counts = {run["requests"]["completed"] for run in result["runs"]}
+    assert len(counts) == 1, "the same requests for all"
+    assert all(run["machine"]["cores_others"] >= 0 for run in result["runs"])
+    assert set(result["servers"]) == {"slow", "fast"}
+    found = {(each["server"], each["metric"]): each for each in result["ratios"]}
+    assert found["slow", "output_tokens_per_s"]["ratio"] == 1
+    rate = found["fast", "output_tokens_per_s"]
+    assert rate["ratio"] > 1.3
+    assert rate["least"] <= rate["ratio"] <= rate["greatest"]
+    assert found["fast", "tpot_p50"]["ratio"] < 1
+    assert "baseline slow" in capsys.readouterr().out
+
+
+async def test_server_is_paused_resumed_and_ended(tmp_path: Path) -> None:
+    server = Server(ServerSpec("fake", FAKE, cwd=str(REPOSITORY), env={"X": "{port}"}))
+    await server.start({}, tmp_path / "log")
+    pid = server.pid
+    assert pid is not None
+    assert resident_bytes(pid) > 1_000_000
+    assert cpu_seconds(pid) > 0
+    assert pid in process_tree(os.getpid())
+    server.pause()
+    await asyncio.sleep(0.05)
+    assert state(pid) == "T", "stopped"
+    server.resume()
+    server.pause()
+    await server.end()  # a stopped process cannot take SIGTERM: it must be resumed first
+    assert not alive(pid)
+    await server.end()
+
+
+async def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
+    for command, words in (
+        (f"{sys.executable} -c \"raise SystemExit('no model here')\"", "no model here"),
+        ("/no/such", "start"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            await Server(ServerSpec("bad", command)).start({}, tmp_path / "log")
+    with pytest.raises(UsageError, match="model_dir"):
+        await Server(ServerSpec("bad", "x {model_dir}")).start({}, tmp_path / "log")
+    silent = ServerSpec("silent", f"{sys.executable} -c 'import time; time.sleep(60)'", ready_timeout_s=0.3)
+    server = Server(silent)
+    with pytest.raises(UsageError, match="did not get ready"):
+        await server.start({}, tmp_path / "log")
+    assert server.pid is None
+
+
+async def test_failed_warm_up_ends_all_servers(tmp_path: Path) -> None:
+    broken = row("broken", 0.001).replace('model = "fake"', 'model = "fake"\nextra = { max_tokens = -1 }')
+    comparison = Comparison(read_spec(write_spec(tmp_path / "s.toml", [row("good", 0.001), broken])), tmp_path)
+    with pytest.raises(UsageError, match="broken fails W1"):
+        await comparison.run()
+    assert all(server.pid is None for server in comparison.servers)
+
+
+def test_scale_fits_the_budget_and_is_the_largest() -> None:
+    workloads = (Workload("a", 100, 4, fixed(1), fixed(1)), Workload("b", 10, 1, fixed(1), fixed(1)))
+    estimates = {("x", "a"): 1.0, ("y", "a"): 2.0, ("x", "b"): 5.0, ("y", "b"): 5.0}
+
+    def cost(scale: float) -> float:
+        counts = {workload.name: workload.scaled(scale).num_sessions for workload in workloads}
+        return 3 * sum(seconds * counts[name] for (_, name), seconds in estimates.items())
+
+    assert choose_scale(cost(1.0), estimates, workloads, 3) == 1.0
+    for budget in (1100.0, 600.0, 200.0):
+        scale = choose_scale(budget, estimates, workloads, 3)
+        assert cost(scale) <= budget < cost(scale + 0.06)
+    assert choose_scale(1.0, estimates, workloads, 3) < 0.01, "too little for anything: the least there is"
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    def run(server: str, number: int, rate: float) -> dict[str, object]:
+        latency: dict[str, object] = {"ttft": {}, "tpot": {}, "itl": {}, "e2e": {}}
+        rates = {"output_tokens_per_s": rate, "requests_per_s": 1.0}
+        return {"workload": "W2", "server_name": server, "round": number, "rates": rates, "latency_s": latency}
+
+    runs = [
+        run("b", 0, 100.0),
+        run("a", 0, 200.0),
+        run("a", 1, 60.0),
+        run("b", 1, 50.0),
+        run("b", 2, 10.0),
+        run("a", 2, 40.0),
+    ]
+    (row,) = [each for each in ratios(runs, "b") if each["server"] == "a" and each["metric"] == "output_tokens_per_s"]
+    assert (row["ratio"], row["least"], row["greatest"]) == (2.0, 1.2, 4.0)
+    assert not [each for each in ratios(runs, "b") if each["metric"] == "ttft_p50"], "not measured, not compared"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("oops", "Cannot read"),
+        ("speed = 3", "no field 'speed'"),
+        ("", "at least one"),
+        ('[[server]]\nname = "a"', "command or a url"),
+        ('[[server]]\nname = "a"\nurl = "http://x"\ncolour = 1', "no field 'colour'"),
+        ('baseline = "b"\n[[server]]\nname = "a"\nurl = "http://x"', "baseline 'b'"),
+        ('workloads = ["W9"]\n[[server]]\nname = "a"\nurl = "http://x"', "no workload"),
+    ],
+)
+def test_bad_specs(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_spec(path)
+
+
+def test_the_shipped_specs_are_whole() -> None:
+    for path in SPECS.glob("*.toml"):
+        values = ["model_dir", "model_dir_no_eos", "gguf"]
+        spec = read_spec(path, [f"{name}=/x" for name in values])
+        for server in spec.servers:
+            assert "{" not in " ".join(server.words(8100, spec.variables)), server.name
+            assert "{" not in server.target(spec.variables).model
+    with pytest.raises(UsageError):
+        read_spec(SPECS / "peers.toml", ["nonsense"])
+    assert len(read_spec(SPECS / "peers.toml", only=["vllm"]).servers) == 1
+
+
+def test_durations() -> None:
+    assert [duration(text) for text in ("90", "90s", "20m", "1.5h")] == [90, 90, 1200, 5400]
+    with pytest.raises(ArgumentTypeError):
+        duration("soon")
+
+
+def test_cpu_marks() -> None:
+    before = CpuMark.now()
+    end = before.moment_s + 0.2
+    while CpuMark.now().moment_s < end:
+        pass
+    assert 0.3 < CpuMark.now().cores_since(before) <= (os.cpu_count() or 1) * 1.2
