@@ -124,12 +124,12 @@ class GgufWeights(Weights):
     """One GGUF file, its metadata as config and its tensors as parameters."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self._gguf = GgufFile(path)
-        self.gguf_metadata = self._gguf.metadata
-        self.hf_config = gguf_config.hf_config(self._gguf)
-        self.generation_config = gguf_config.generation_config(self._gguf)
-        self._names = gguf_tensors.parameter_names(self._gguf)
-        self.shapes = {parameter: self._gguf.tensors[name].shape for name, parameter in self._names.items()}
+        self.gguf = GgufFile(path)
+        self.gguf_metadata = self.gguf.metadata
+        self.hf_config = gguf_config.hf_config(self.gguf)
+        self.generation_config = gguf_config.generation_config(self.gguf)
+        self._names = gguf_tensors.parameter_names(self.gguf)
+        self.shapes = {parameter: self.gguf.tensors[name].shape for name, parameter in self._names.items()}
         self.content_hash = content_hash(path, root)
         self._folder = root / "gguf" / self.content_hash[:32]
 
@@ -161,9 +161,9 @@ class GgufWeights(Weights):
         return shard if shard.shapes == self.shapes else None
 
     def _derived(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        kind = gguf_config.family(self._gguf)
+        kind = gguf_config.family(self.gguf)
         for name in self._names:
-            yield gguf_tensors.parameter(self._gguf, self._gguf.tensors[name], kind, self.hf_config, dtype)
+            yield gguf_tensors.parameter(self.gguf, self.gguf.tensors[name], kind, self.hf_config, dtype)
 
 
 def _seal(path: Path) -> None:
