@@ -109,47 +109,50 @@ def activation_kind(module: nn.Module, dtype: torch.dtype) -> ActivationKind | N
 
 
 @dataclass(frozen=True, slots=True)
-class GatedParts:
-    """down(act(gate(x)) * up(x))."""
+class GatedReading:
+    """How to read a class of MLPs: which of the candidates of `gated_candidates` it is, and its activation."""
 
-    gate: LinearParts
-    up: LinearParts
-    down: LinearParts
+    candidate: int
     kind: ActivationKind
 
 
-def gated_parts(module: nn.Module) -> GatedParts | None:
-    """The parts of a gated MLP: two or three linear layers and at most an activation, and the arithmetic fits."""
+def gated_candidates(module: nn.Module) -> list[tuple[LinearParts, LinearParts, LinearParts]]:
+    """Every reading as (gate, up, down) that structure allows: linear layers of matching shapes and at most an
+    activation beside them; [] for anything else."""
     if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers()):
-        return None
+        return []
     linears = []
     for child in module.children():
         parts = linear_parts(child)
         if parts is not None:
             linears.append(parts)
         elif any(True for _ in child.parameters()):
-            return None
-    candidates = _gated_candidates(linears)
-    if not candidates:
-        return None
-    x = _random(4, candidates[0][0].weight.shape[1], dtype=candidates[0][0].weight.dtype)
+            return []
+    return _shape_candidates(linears)
+
+
+def gated_reading(
+    module: nn.Module, candidates: list[tuple[LinearParts, LinearParts, LinearParts]]
+) -> GatedReading | None:
+    """The candidate and activation whose arithmetic is the module's; None if none is."""
+    weight = candidates[0][0].weight
+    x = _random(4, weight.shape[1], dtype=weight.dtype)
     try:
         expected = module(x)
     except NO_MATCH:
         return None
+    if not isinstance(expected, Tensor):
+        return None
     tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
-    for gate, up, down in candidates:
+    for index, (gate, up, down) in enumerate(candidates):
+        gated, linear = functional.linear(x, gate.weight, gate.bias), functional.linear(x, up.weight, up.bias)
         for kind, activate in ACTIVATIONS.items():
-            inner = activate(functional.linear(x, gate.weight, gate.bias)) * functional.linear(x, up.weight, up.bias)
-            if isinstance(expected, Tensor) and _close(
-                functional.linear(inner, down.weight, down.bias), expected, tolerance
-            ):
-                return GatedParts(gate, up, down, kind)
+            if _close(functional.linear(activate(gated) * linear, down.weight, down.bias), expected, tolerance):
+                return GatedReading(index, kind)
     return None
 
 
-def _gated_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, LinearParts, LinearParts]]:
-    """Every reading of the layers as (gate, up, down) that the shapes allow."""
+def _shape_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, LinearParts, LinearParts]]:
     if len(linears) == 3:
         return [
             (linears[a], linears[b], linears[c])

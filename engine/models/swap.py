@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.recognise import (
-    GatedParts,
+    GatedReading,
     LinearParts,
     activation_kind,
-    gated_parts,
+    gated_candidates,
+    gated_reading,
     linear_parts,
     norm_eps,
     norm_variant,
 )
 from engine.models.rope_table import RopeTable, make_table
 from engine.models.swap_modules import FusedActivation, FusedRMSNorm, GatedMLP, PackedLinear
-from engine.ops import NormVariant
+from engine.ops import ActivationKind, NormVariant
 
 # Compute nothing, or only gather rows and scale them, which is exact element by element.
 INVARIANT = (nn.Embedding, nn.Dropout, nn.Identity, PackedLinear, FusedRMSNorm, FusedActivation, GatedMLP, RopeTable)
@@ -76,19 +77,25 @@ def _swap_ropes(tree: nn.Module, dtype: torch.dtype, max_positions: int, report:
 
 
 def _swap_mlps(tree: nn.Module, report: SwapReport) -> None:
+    """The arithmetic of one MLP speaks for all of its class and shape."""
+    readings: dict[tuple[type, torch.Size], GatedReading | None] = {}
     for parent, name, child in _places(tree):
-        parts = gated_parts(child)
-        if parts is not None:
-            setattr(parent, name, _gated_mlp(parts))
+        candidates = gated_candidates(child)
+        if not candidates:
+            continue
+        key = (type(child), candidates[0][0].weight.shape)
+        if key not in readings:
+            readings[key] = gated_reading(child, candidates)
+        reading = readings[key]
+        if reading is not None:
+            setattr(parent, name, _gated_mlp(candidates[reading.candidate], reading.kind))
             report.mlps += 1
 
 
-def _gated_mlp(parts: GatedParts) -> GatedMLP:
-    gate_up = torch.cat([parts.gate.weight, parts.up.weight])
-    bias = None
-    if parts.gate.bias is not None and parts.up.bias is not None:
-        bias = torch.cat([parts.gate.bias, parts.up.bias])
-    return GatedMLP(PackedLinear(gate_up, bias), _packed(parts.down), parts.kind)
+def _gated_mlp(parts: tuple[LinearParts, LinearParts, LinearParts], kind: ActivationKind) -> GatedMLP:
+    gate, up, down = parts
+    bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
+    return GatedMLP(PackedLinear(torch.cat([gate.weight, up.weight]), bias), _packed(down), kind)
 
 
 def _packed(parts: LinearParts, out_dtype: torch.dtype | None = None) -> PackedLinear:
