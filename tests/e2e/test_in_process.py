@@ -1,0 +1,48 @@
+"""`engine.LLM` and HTTP are one engine: equal requests, equal answers."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.model
+
+PROMPTS = ["The capital of France is", "One, two, three,", "In the beginning"]
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [
+        (SamplingParams(max_tokens=24, temperature=0), {"max_tokens": 24, "temperature": 0}),
+        (
+            SamplingParams(max_tokens=24, temperature=1.0, seed=5, n=2, top_p=0.9, presence_penalty=0.5),
+            {"max_tokens": 24, "temperature": 1.0, "seed": 5, "n": 2, "top_p": 0.9, "presence_penalty": 0.5},
+        ),
+        (
+            SamplingParams(max_tokens=24, temperature=0, stop=("\n",)),
+            {"max_tokens": 24, "temperature": 0, "stop": "\n"},
+        ),
+    ],
+    ids=["greedy", "sampled", "stop"],
+)
+def test_llm_equals_http(http: httpx.Client, llm: LLM, params: SamplingParams, body: dict[str, object]) -> None:
+    answer = http.post("/v1/completions", json={"prompt": PROMPTS} | body).json()
+    completions = [completion for group in llm.generate(PROMPTS, params, use_tqdm=False) for completion in group]
+    assert [c["text"] for c in answer["choices"]] == [c.text for c in completions]
+    assert [c["finish_reason"] for c in answer["choices"]] == [c.finish_reason for c in completions]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """As tests/e2e/conftest.py starts the server."""
+    return LLM(
+        config=EngineConfig(
+            model=ModelConfig(dtype="float32", max_model_len=2048),
+            cache=CacheConfig(memory_bytes=192 << 20),
+            device=DeviceConfig(num_threads=2),
+        )
+    )
