@@ -76,15 +76,8 @@ WORDS: dict[str, Words] = {
 
 def build_backend(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `metadata` describes, special tokens and BOS/EOS rule included. Raises StartError."""
+    tokens, types = _entries(metadata)
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise StartError("The GGUF file has no vocabulary.")
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise StartError(f"The GGUF file's vocabulary is broken: {len(tokens)} tokens, {len(types)} types.")
-    while tokens and types[len(tokens) - 1] == _UNUSED:  # rows that pad the matrix have no text
-        tokens = tokens[:-1]
     try:
         if kind == "gpt2":
             backend, adds_bos = _byte_level(metadata, tokens)
@@ -92,13 +85,27 @@ def build_backend(metadata: Mapping[str, Any]) -> Tokenizer:
             backend, adds_bos = _sentencepiece(metadata, tokens, types), True
         else:
             raise StartError(f"GGUF vocabularies of the kind {str(kind)[:40]!r} are not supported (gpt2, llama are).")
+        _add_tokens(backend, tokens, types)
+        _add_ends(backend, metadata, tokens, adds_bos)
     except StartError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise StartError(f"The GGUF file's vocabulary is broken: {error}.") from error
-    _add_tokens(backend, tokens, types)
-    _add_ends(backend, metadata, tokens, adds_bos)
+        raise StartError(f"The GGUF file's vocabulary is broken: {str(error)[:200]}.") from error
     return backend
+
+
+def _entries(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """Texts and types of the vocabulary, without the rows at its end that only pad the matrix and have no text."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise StartError("The GGUF file has no vocabulary.")
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise StartError("The GGUF file's vocabulary is broken: its tokens and their types do not match.")
+    end = len(tokens)
+    while end > 1 and types[end - 1] == _UNUSED:
+        end -= 1
+    return tokens[:end], types[:end]
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
@@ -125,9 +132,9 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     spelled = [_BLANK * len(token) if len(token) > 1 and not token.strip(" ") else token for token in tokens]
     vocab = {token: token_id for token_id, token in enumerate(spelled)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    scores = metadata.get("tokenizer.ggml.scores") or []
+    scores = metadata.get("tokenizer.ggml.scores", [])
     if len(scores) < len(tokens):
-        raise StartError(f"The GGUF file's vocabulary is broken: {len(tokens)} tokens, {len(scores)} scores.")
+        raise StartError("The GGUF file's vocabulary is broken: it has more tokens than scores.")
     merges = implied_merges(spelled, scores, types)
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=spelled[unknown], fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", _BLANK)]
@@ -145,7 +152,7 @@ def implied_merges(tokens: list[str], scores: list[float], types: list[int]) -> 
     known = set(tokens)
     best = max(scores, default=0.0) + 1.0
     order = sorted(
-        (token_id for token_id, kind in enumerate(types[: len(tokens)]) if kind in (_NORMAL, _USER_DEFINED)),
+        (token_id for token_id, kind in enumerate(types) if kind in (_NORMAL, _USER_DEFINED)),
         key=lambda token_id: -(best if types[token_id] == _USER_DEFINED else scores[token_id]),
     )
     merges = []
@@ -162,7 +169,7 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None
     """Control tokens are recognised as whole texts and are special; user-defined ones are recognised and are text."""
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, types, strict=False)
+        for token, kind in zip(tokens, types, strict=True)
         if kind in (_CONTROL, _USER_DEFINED) and token and backend.token_to_id(token) is not None
     ]
     backend.add_special_tokens([token for token in added if token.special])

@@ -31,7 +31,7 @@ def choose_dtype(requested: Dtype, isa_level: str) -> str:
 
 def check_no_code(hf_config: Mapping[str, Any], where: object) -> None:
     """Raises StartError if the model wants its own Python code run."""
-    if hf_config.get("auto_map"):
+    if any(config.get("auto_map") for config in _with_text_config(hf_config)):
         raise StartError(
             f"{where} needs Python code of its own (auto_map in its config); code from a model folder is never run."
         )

@@ -46,26 +46,35 @@ class _Fields:
     def get(self, key: str, default: Any = None) -> Any:
         return self.gguf.metadata.get(f"{self._prefix}.{key}", default)
 
-    def number(self, key: str, default: int | float | None = None) -> Any:
-        """An int or float that must be there if there is no default; per-layer lists must agree. GgufError."""
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number that must be there if there is no default; per-layer lists must agree. GgufError."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise GgufError(f"{self.gguf.path} has no single number under {self._prefix}.{key}: {str(value)[:60]}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise GgufError(f"{self.gguf.path} has no number under {self._prefix}.{key}: {str(value)[:60]}.")
         return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """`number` where only whole ones make sense."""
+        value = self.number(key, default)
+        if value != int(value):
+            raise GgufError(f"{self.gguf.path} has no whole number under {self._prefix}.{key}: {value}.")
+        return int(value)
 
 
 def family(gguf: GgufFile) -> Family:
     """Raises GgufError for an architecture that is not listed."""
     name = gguf.metadata.get("general.architecture")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise GgufError(
             f"GGUF files of the architecture {str(name)[:60]!r} are not supported (supported: "
             f"{', '.join(sorted(FAMILIES))}); a folder with safetensors may be."
         )
     if any("_exps." in tensor for tensor in gguf.tensors):
         raise GgufError(f"{gguf.path} is a mixture-of-experts model, which is not supported in GGUF.")
+    if (parts := gguf.metadata.get("split.count", 1)) != 1:
+        raise GgufError(f"{gguf.path} is one of {parts} parts of a model: join them first (llama-gguf-split --merge).")
     return FAMILIES[name]
 
 
@@ -75,19 +84,19 @@ def hf_config(gguf: GgufFile) -> HfConfig:
     fields = _Fields(gguf, gguf.metadata["general.architecture"])
     if "token_embd.weight" not in gguf.tensors:
         raise GgufError(f"{gguf.path} has no token embeddings: it is a vocabulary or an adapter, no model.")
-    hidden_size = fields.number("embedding_length")
-    num_heads = fields.number("attention.head_count")
+    hidden_size = fields.count("embedding_length")
+    num_heads = fields.count("attention.head_count")
     config: HfConfig = {
         "architectures": [kind.architecture],
         "model_type": kind.model_type,
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": fields.number("feed_forward_length"),
-        "num_hidden_layers": fields.number("block_count"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_hidden_layers": fields.count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": fields.number("attention.head_count_kv", num_heads),
-        "head_dim": fields.number("attention.key_length", hidden_size // num_heads),
-        "max_position_embeddings": fields.number("context_length"),
+        "num_key_value_heads": fields.count("attention.head_count_kv", num_heads),
+        "head_dim": fields.count("attention.key_length", max(hidden_size // num_heads, 1)),
+        "max_position_embeddings": fields.count("context_length"),
         "rms_norm_eps": _shortest(fields.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(fields.number("rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -97,7 +106,7 @@ def hf_config(gguf: GgufFile) -> HfConfig:
     for key in ("bos_token_id", "eos_token_id"):
         config[key] = gguf.metadata.get(f"tokenizer.ggml.{key}")
     config["pad_token_id"] = gguf.metadata.get("tokenizer.ggml.padding_token_id")
-    rotary = fields.number("rope.dimension_count", config["head_dim"])
+    rotary = fields.count("rope.dimension_count", config["head_dim"])
     if rotary != config["head_dim"]:
         config["partial_rotary_factor"] = rotary / config["head_dim"]
     if scaling := _rope_scaling(fields, config):
@@ -185,7 +194,7 @@ def _windowed(fields: _Fields, config: HfConfig, period: int, layers_of_largest:
     else:
         layer_types = _alternating(config["num_hidden_layers"], pattern if isinstance(pattern, int) else period)
     return _gemma(fields, config) | {
-        "sliding_window": fields.number("attention.sliding_window"),
+        "sliding_window": fields.count("attention.sliding_window"),
         "layer_types": layer_types,
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": fields.get("attn_logit_softcapping"),

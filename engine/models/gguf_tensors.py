@@ -55,10 +55,12 @@ def parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig, 
     value = dequantize(gguf.data(info.name), info.kind, info.shape, torch.float32 if offset else dtype)
     if offset:
         value = (value - offset).to(dtype)
-    if kind.permuted and ".attn_q." in info.name:
-        return _rows_of_halves(value, config["num_attention_heads"])
-    if kind.permuted and ".attn_k." in info.name:
-        return _rows_of_halves(value, config["num_key_value_heads"])
+    heads = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}
+    for part, key in heads.items() if kind.permuted else ():
+        if part in info.name:
+            if info.shape[0] != config[key] * config["head_dim"]:
+                raise GgufError(f"{gguf.path} has {info.shape[0]} rows in {info.name}, which do not fit its heads.")
+            return _rows_of_halves(value, config[key])
     return value
 
 

@@ -40,11 +40,14 @@ def resolve_source(model: str | None, *, load_format: LoadFormat = "auto", allow
         return _demo()
     if not model.strip():
         raise StartError("The model name is empty; leave it out to serve the demo model.")
-    path = Path(model).expanduser()
-    if path.is_file():
-        return _file(path, model)
-    if path.is_dir():
-        return _folder(path, model, load_format)
+    try:
+        path = Path(model).expanduser()
+        if path.is_file():
+            return _file(path, model)
+        if path.is_dir():
+            return _folder(path, model, load_format)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, an unknown ~user
+        raise StartError(f"Cannot look for a model at {model[:200]}: {_first_line(error)}.") from error
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         return _hub(model, load_format, allow_download)
     raise StartError(f"There is no model at {model}: it is neither a folder, a GGUF file nor a hub id (owner/name).")

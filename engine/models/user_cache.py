@@ -22,14 +22,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.config import StartError
+
 logger = logging.getLogger(__name__)
 
 _CHUNK = 4 << 20  # bytes read at once while hashing
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """The directory that holds everything derived; the settings pass a platform's own place as `cache_dir`."""
-    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "pagemill"
+    """The directory that holds everything derived; the settings pass a platform's own place as `cache_dir`. Raises
+    StartError if there is no home directory to put it in."""
+    try:
+        return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "pagemill"
+    except RuntimeError as error:
+        raise StartError("There is no home directory for the cache: name one with --cache-dir.") from error
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
