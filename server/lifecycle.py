@@ -107,13 +107,17 @@ class Lifecycle:
             await self._engine.stop()
 
     async def _watch(self, server: Server, metrics: Metrics) -> None:
-        """Measure how late the loop runs, and look for clients that do not read."""
+        """Measure how late the loop runs; look for a step that hangs and for clients that do not read."""
+        hung = False
         for tick in itertools.count():
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             metrics.loop_lag(max(0.0, time.monotonic() - before - TICK_S))
             if tick % STALL_TICKS == 0:
                 check_stalls(server.server_state)
+                was_hung, hung = hung, self._engine.phase is not Phase.STARTING and self._engine.hung
+                if hung and not was_hung:
+                    logger.error("a step takes longer than --step-timeout; /health says hung")
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

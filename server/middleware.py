@@ -84,7 +84,7 @@ class RequestContext:
         status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
         if status >= 400:
             self.metrics.error(status)
-        quiet = scope["path"] in ("/health", "/metrics") and status < 400
+        probe = scope["path"] in ("/health", "/metrics")  # asked every few seconds by machines
         line = {
             "id": exchange.request_id.decode(),
             "method": scope["method"],
@@ -95,7 +95,7 @@ class RequestContext:
         }
         if status < 400 and not exchange.complete:
             line["cut"] = True  # the client left, or was cut off, before the end
-        logger.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": line})
+        logger.log(logging.DEBUG if probe else logging.INFO, "request", extra={"fields": line})
 
 
 class Exchange:

@@ -60,7 +60,7 @@ def test_the_model_knows_the_capital_of_france(http: httpx.Client) -> None:
 )
 def test_streamed_and_plain_are_one_text(http: httpx.Client, extra: dict[str, Any]) -> None:
     plain = complete(http, **extra)
-    chunks = streamed(http, **GREEDY, **{"stream_options": {"include_usage": True}} | extra)
+    chunks = streamed(http, **(GREEDY | {"stream_options": {"include_usage": True}} | extra))
     assert chunks[-1]["choices"] == []
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert chunks[-1]["usage"][name] == plain["usage"][name]
