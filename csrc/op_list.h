@@ -31,5 +31,8 @@ Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string var
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);
 Tensor activation(const Tensor x, std::string kind);
 Tensor gated_activation(const Tensor x, std::string kind);
+Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
+              const Tensor greedy, const Tensor seed_keys, const Tensor positions);
+Tensor logprobs_of(const Tensor logits, const Tensor ids);
 
 }  // namespace pagemill

@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
   library.def("activation(Tensor x, str kind) -> Tensor");
   library.def("gated_activation(Tensor x, str kind) -> Tensor");
+  library.def(
+      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor greedy, "
+      "Tensor seed_keys, Tensor positions) -> Tensor");
+  library.def("logprobs_of(Tensor logits, Tensor ids) -> Tensor");
 }
 
 // Ops without tensors belong to no device.
@@ -45,4 +49,6 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::fused_add_rms_norm));
   library.impl("activation", TORCH_BOX(&pagemill::activation));
   library.impl("gated_activation", TORCH_BOX(&pagemill::gated_activation));
+  library.impl("sample", TORCH_BOX(&pagemill::sample));
+  library.impl("logprobs_of", TORCH_BOX(&pagemill::logprobs_of));
 }

@@ -14,6 +14,7 @@
 #include "cpu/cache.h"
 #include "cpu/linear.h"
 #include "cpu/norm.h"
+#include "cpu/sampler.h"
 
 // One line per kernel: its name and parameters. All return nothing.
 #define PAGEMILL_KERNELS(KERNEL) \
@@ -25,7 +26,9 @@
   KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next)) \
   KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \
   KERNEL(activation, (const pagemill::ActivationArgs& args, int64_t begin, int64_t end)) \
-  KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end))
+  KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end)) \
+  KERNEL(sample, (const pagemill::SampleArgs& args, int64_t row_begin, int64_t row_end)) \
+  KERNEL(logprobs_of, (const pagemill::LogprobArgs& args, int64_t row_begin, int64_t row_end))
 
 namespace pagemill {
 

@@ -1,0 +1,295 @@
+"""The compiled sampler against the reference, id for id, and both against the distribution they claim to draw from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import ops
+from engine.sampling.philox import seed_key, uniform
+from engine.sampling.reference import Draw, candidates, exponential, weights
+from engine.sampling.reference import sample as reference_sample
+
+LEVELS = ops.isa_levels()
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    ops.set_isa(request.param)
+    yield request.param
+    ops.set_isa("auto")
+
+
+def native(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    keys = np.array([d.seed_key for d in draws], dtype=np.uint64).view(np.int64)
+    return ops.sample(
+        logits,
+        torch.tensor([d.temperature for d in draws], dtype=torch.float32),
+        torch.tensor([d.top_k for d in draws], dtype=torch.int32),
+        torch.tensor([d.top_p for d in draws], dtype=torch.float32),
+        torch.tensor([d.min_p for d in draws], dtype=torch.float32),
+        torch.tensor([d.greedy for d in draws], dtype=torch.bool),
+        torch.from_numpy(keys),
+        torch.tensor([d.position for d in draws], dtype=torch.int64),
+    ).tolist()  # type: ignore[no-any-return]
+
+
+def check_rows(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Every level draws the reference's id."""
+    want = [reference_sample(row, draw) for row, draw in zip(logits.numpy(), draws, strict=True)]
+    for level in LEVELS:
+        ops.set_isa(level)
+        got = native(logits, draws)
+        assert got == [-1 if w is None else w for w in want], level
+    ops.set_isa("auto")
+
+
+def random_logits(rows: int, vocab: int, seed: int, spread: float = 4.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+# ---- against the reference ------------------------------------------------------------------------------------
+
+plain_logits = st.floats(-30, 30, width=32)
+odd_logits = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, 1.0, -torch.inf, 3e38, -3e38, 1e-40]), st.floats(width=32, allow_nan=True)
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], Draw]:
+    values = draw(st.sampled_from([plain_logits, st.integers(-3, 3).map(float), odd_logits]))
+    logits = draw(st.lists(values, min_size=1, max_size=300))
+    if draw(st.booleans()):
+        logits = [logits[i % len(logits)] for i in range(draw(st.integers(1, 700)))]
+    return np.array(logits, dtype=np.float32), Draw(
+        temperature=draw(st.one_of(st.floats(0.0625, 4, width=32), st.sampled_from([1.0, 1e-30, 1e30]))),
+        top_k=draw(st.one_of(st.just(0), st.integers(1, 20), st.integers(1, 800))),
+        top_p=draw(st.one_of(st.just(1.0), st.floats(0, 1, width=32))),
+        min_p=draw(st.one_of(st.just(0.0), st.floats(0, 1, width=32))),
+        greedy=draw(st.sampled_from([False, False, False, True])),
+        seed_key=draw(st.integers(0, 2**64 - 1)),
+        position=draw(st.integers(0, 2**40)),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_any_row(case: tuple[npt.NDArray[np.float32], Draw]) -> None:
+    logits, draw = case
+    check_rows(torch.from_numpy(logits)[None], [draw])
+
+
+SETTINGS = [
+    Draw(),
+    Draw(temperature=0.3),
+    Draw(temperature=100.0),
+    Draw(top_k=1),
+    Draw(top_k=50),
+    Draw(top_k=3000),
+    Draw(top_p=0.9),
+    Draw(top_p=0.5, temperature=2.0),
+    Draw(top_p=0.9999),
+    Draw(top_p=0.0),
+    Draw(min_p=0.05),
+    Draw(top_k=40, top_p=0.8, min_p=0.02, temperature=0.7),
+    Draw(greedy=True),
+]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 6.0, 1e6], ids=lambda s: f"spread{s:g}")
+def test_large_rows(spread: float) -> None:
+    logits = random_logits(len(SETTINGS), 20_011, seed=5, spread=spread)
+    draws = [
+        Draw(d.temperature, d.top_k, d.top_p, d.min_p, d.greedy, seed_key(9, i, 0), i) for i, d in enumerate(SETTINGS)
+    ]
+    check_rows(logits, draws)
+
+
+def test_peaked_rows_with_bans() -> None:
+    logits = random_logits(13, 4_099, seed=6, spread=2.0)
+    logits[:, 17] += 12
+    logits[:, 100:4000] = -torch.inf
+    draws = [
+        Draw(d.temperature, d.top_k, d.top_p, d.min_p, d.greedy, seed_key(1, 0, i), 3) for i, d in enumerate(SETTINGS)
+    ]
+    check_rows(logits, draws)
+
+
+# ---- the definition itself ------------------------------------------------------------------------------------
+
+
+def test_exponential_is_accurate() -> None:
+    d = np.linspace(-29.9, 0, 200_001).astype(np.float32)
+    assert np.abs(exponential(d) / np.exp(d.astype(np.float64)) - 1).max() < 2e-7
+    assert exponential(np.zeros(1, np.float32))[0] == 1
+
+
+def test_weights_are_the_softmax() -> None:
+    logits = random_logits(1, 30_000, seed=1)[0]
+    weight, _ = weights(logits.numpy(), 0.8)
+    got = torch.from_numpy(weight).double() / weight.sum()
+    want = torch.softmax(logits.double() / 0.8, 0)
+    assert (got - want).abs().sum() < 1e-6  # twice the distance between the two distributions
+
+
+def test_filters_keep_what_they_say() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.1, 0.2, 0.2], dtype=np.float32))
+    assert candidates(logits, Draw()) == [1, 3, 4, 0, 2]
+    assert candidates(logits, Draw(top_k=2)) == [1, 3]  # of two equals the lower id
+    assert candidates(logits, Draw(top_p=0.55)) == [1, 3]
+    assert candidates(logits, Draw(top_p=0.65)) == [1, 3, 4]
+    assert candidates(logits, Draw(top_p=0.0)) == [1]
+    assert candidates(logits, Draw(min_p=0.49)) == [1, 3, 4]
+    assert candidates(logits, Draw(top_k=3, top_p=0.7)) == [1, 3]  # of what top-k left: 0.6 / 0.8
+
+
+def test_inverse_cdf_in_id_order() -> None:
+    """Against plain float64: the cumulative probability that first exceeds u."""
+    logits = random_logits(400, 50, seed=2, spread=1.0)
+    draws = [Draw(temperature=0.9, seed_key=seed_key(3, 0, i), position=7) for i in range(400)]
+    cumulative = torch.softmax(logits.double() / 0.9, -1).cumsum(-1)
+    u = torch.tensor([uniform(d.seed_key, 7) for d in draws], dtype=torch.float64)
+    want = (cumulative > u[:, None]).int().argmax(-1)
+    near = (cumulative - u[:, None]).abs().amin(-1) < 1e-6  # where the weights' last bits may decide
+    got = torch.tensor(native(logits, draws))
+    assert near.sum() < 5
+    assert torch.equal(got[~near], want[~near])
+
+
+def test_drawn_ids_follow_the_distribution() -> None:
+    """Chi-square over positions of one sequence and over the choices of one request (99 degrees of freedom)."""
+    count, vocab = 40_000, 100
+    logits = random_logits(1, vocab, seed=3, spread=1.0)
+    expected = (torch.softmax(logits[0].double(), 0) * count).numpy()
+    along = [Draw(seed_key=seed_key(11, 0, 0), position=p) for p in range(count)]
+    across = [Draw(seed_key=seed_key(11, 0, c), position=5) for c in range(count)]
+    for draws in (along, across):
+        observed = np.bincount(native(logits.expand(count, -1), draws), minlength=vocab)
+        chi_square = float(((observed - expected) ** 2 / expected).sum())
+        assert abs(chi_square - 99) < 4 * (2 * 99) ** 0.5
+
+
+def test_choices_and_neighbouring_seeds_draw_independently() -> None:
+    """A 8 x 8 contingency table of equally likely ids (63 degrees of freedom)."""
+    count = 20_000
+    flat = torch.zeros(1, 8).expand(count, -1)
+    base = native(flat, [Draw(seed_key=seed_key(5, 0, 0), position=p) for p in range(count)])
+    for other_key in (seed_key(5, 0, 1), seed_key(6, 0, 0), seed_key(5, 1, 0)):
+        other = native(flat, [Draw(seed_key=other_key, position=p) for p in range(count)])
+        table = np.bincount(np.array(base) * 8 + np.array(other), minlength=64)
+        chi_square = float(((table - count / 64) ** 2 / (count / 64)).sum())
+        assert abs(chi_square - 63) < 4 * (2 * 63) ** 0.5
+
+
+# ---- rows on their own ----------------------------------------------------------------------------------------
+
+
+def test_a_row_does_not_know_its_neighbours(level: str) -> None:
+    logits = random_logits(64, 3_001, seed=4)
+    draws = [
+        Draw(d.temperature, d.top_k, d.top_p, d.min_p, d.greedy, seed_key(2, 0, i), i)
+        for i, d in enumerate(SETTINGS[i % len(SETTINGS)] for i in range(64))
+    ]
+    whole = native(logits, draws)
+    assert [native(logits[i : i + 1], [draws[i]])[0] for i in range(64)] == whole
+    assert native(logits.flip(0), draws[::-1]) == whole[::-1]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert native(logits, draws) == whole
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_bad_rows_are_flagged_alone(level: str) -> None:
+    logits = random_logits(6, 1_000, seed=8)
+    clean = native(logits, [Draw()] * 6)
+    logits[1, 999] = torch.nan
+    logits[2, 0] = torch.inf
+    logits[3] = -torch.inf
+    got = native(logits, [Draw(greedy=i == 1) for i in range(6)])
+    assert got == [clean[0], -1, -1, -1, clean[4], clean[5]]
+
+
+def test_strided_rows_and_no_rows(level: str) -> None:
+    wide = random_logits(5, 300, seed=9)
+    assert native(wide[:, :200], [Draw()] * 5) == native(wide[:, :200].contiguous(), [Draw()] * 5)
+    assert native(wide[:0], []) == []
+
+
+# ---- log probabilities ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 128, 49_152])
+def test_logprobs(vocab: int, level: str) -> None:
+    logits = random_logits(9, vocab, seed=10)
+    ids = torch.randint(0, vocab, (9,), generator=torch.Generator().manual_seed(1))
+    got = ops.logprobs_of(logits, ids)
+    want = torch.log_softmax(logits.double(), -1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-7)
+    alone = torch.cat([ops.logprobs_of(logits[i : i + 1], ids[i : i + 1]) for i in range(9)])
+    assert torch.equal(got, alone)
+
+
+def test_logprobs_of_odd_rows(level: str) -> None:
+    logits = torch.zeros(3, 200)
+    logits[0, 5] = -torch.inf
+    logits[1, 5] = torch.nan
+    got = ops.logprobs_of(logits, torch.tensor([5, 0, 0]))
+    assert got[0] == -torch.inf
+    assert got[1].isnan()
+    assert got[2].item() == pytest.approx(-np.log(200))
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------
+
+
+def call(**changes: Tensor) -> Callable[[], Tensor]:
+    arguments = {
+        "logits": torch.zeros(2, 10),
+        "temperature": torch.ones(2),
+        "top_k": torch.zeros(2, dtype=torch.int32),
+        "top_p": torch.ones(2),
+        "min_p": torch.zeros(2),
+        "greedy": torch.zeros(2, dtype=torch.bool),
+        "seed_keys": torch.zeros(2, dtype=torch.int64),
+        "positions": torch.zeros(2, dtype=torch.int64),
+    }
+    return lambda: ops.sample(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (call(logits=torch.zeros(10)), r"sample: logits: wanted \[rows, vocab\]"),
+        (call(logits=torch.zeros(2, 0)), "sample: logits: wanted 1 to"),
+        (call(logits=torch.zeros(2, 10).bfloat16()), "sample: logits: wanted float32, got bfloat16"),
+        (call(temperature=torch.ones(3)), r"sample: temperature: wanted \[rows\] = \[2\], got \[3\]"),
+        (call(temperature=torch.tensor([1.0, 0.0])), "sample: temperature: wanted a positive number .* in row 1"),
+        (call(temperature=torch.tensor([1.0, torch.nan])), "sample: temperature: wanted a positive number"),
+        (call(temperature=torch.tensor([torch.inf, 1.0])), "sample: temperature: wanted a positive number"),
+        (call(top_k=torch.zeros(2, dtype=torch.int64)), "sample: top_k: wanted int32, got int64"),
+        (call(top_p=torch.tensor([1.0, 1.1])), "sample: top_p: wanted a number between 0 and 1"),
+        (call(min_p=torch.tensor([-0.1, 1.0])), "sample: min_p: wanted a number between 0 and 1"),
+        (call(greedy=torch.zeros(2)), "sample: greedy: wanted uint8, got float32"),
+        (call(positions=torch.zeros(4, dtype=torch.int64)[::2]), "sample: positions: wanted a contiguous tensor"),
+        (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([0, 4])), "logprobs_of: ids: wanted ids from 0 to 3"),
+        (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([0, -1])), "logprobs_of: ids: wanted ids from 0"),
+    ],
+)
+def test_wrong_arguments_are_named(run: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run()
+
+
+def test_greedy_ignores_the_other_parameters(level: str) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, -1.0]])
+    assert native(logits, [Draw(temperature=0.0, greedy=True)]) == [1]
