@@ -57,9 +57,8 @@ def model_class(config: Any) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error's text, without its full stop, to stand inside a sentence."""
-    text = str(error).strip()
-    return (text.splitlines()[0].rstrip(".:") if text else type(error).__name__)[:200]
+    """An error's text on one line, without its full stop, to stand inside a sentence."""
+    return " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
 
 
 def _package(model_type: str) -> Any:

@@ -66,8 +66,15 @@ class PagedRun:
 
     def step(self, pieces: Sequence[tuple[int, list[int]]]) -> list[Tensor]:
         """pieces: (sequence, its next token ids). Returns per piece the logits [num_tokens, vocab], float32."""
-        ids: list[int] = []
-        positions: list[int] = []
+        first = [self._lengths.get(sequence, 0) for sequence, _ in pieces]
+        metadata = self.metadata_for(pieces)
+        positions = [start + i for start, (_, tokens) in zip(first, pieces, strict=True) for i in range(len(tokens))]
+        ids = torch.tensor([token for _, tokens in pieces for token in tokens])
+        logits = self._backbone.forward(ids, torch.tensor(positions), metadata, torch.arange(len(positions)))
+        return list(torch.split(logits, [len(tokens) for _, tokens in pieces]))
+
+    def metadata_for(self, pieces: Sequence[tuple[int, list[int]]]) -> AttentionMetadata:
+        """Advance the sequences by `pieces` and describe the step, without running it."""
         slots: list[int] = []
         for sequence, tokens in pieces:
             table = self._tables.setdefault(sequence, [])
@@ -75,16 +82,8 @@ class PagedRun:
             end = start + len(tokens)
             while len(table) * BLOCK_SIZE < end:
                 table.append(self._free.pop())
-            ids += tokens
-            positions += range(start, end)
             slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
             self._lengths[sequence] = end
-        logits = self._backbone.forward(
-            torch.tensor(ids), torch.tensor(positions), self._metadata(pieces, slots), torch.arange(len(ids))
-        )
-        return list(torch.split(logits, [len(tokens) for _, tokens in pieces]))
-
-    def _metadata(self, pieces: Sequence[tuple[int, list[int]]], slots: list[int]) -> AttentionMetadata:
         tables = [self._tables[sequence] for sequence, _ in pieces]
         width = max(map(len, tables))
         starts = [0]
