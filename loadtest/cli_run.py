@@ -38,8 +38,7 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--slo", action="append", default=[], metavar="KEY:MS", help="ttft, tpot, itl, e2e; repeatable")
     group.add_argument("--pid", type=int, help="the server's process: its memory and CPU time are reported")
     group.add_argument("--sample-interval", type=float, default=1.0, help="seconds between looks at /metrics")
-    group.add_argument("--json", type=Path, help="write the result here")
-    group.add_argument("--records", action="store_true", help="keep every request in the result file")
+    group.add_argument("--json", type=Path, help="write the result here, every request included")
     group.add_argument("--no-progress", action="store_true")
     parser.set_defaults(command=command)
 
@@ -163,7 +162,7 @@ async def command(arguments: argparse.Namespace) -> int:
         target = await open_target(transport, arguments)
         result = await measure(
             transport, target, plan, pid=arguments.pid, sample_interval_s=arguments.sample_interval,
-            progress=not arguments.no_progress, keep_records=arguments.records,
+            progress=not arguments.no_progress, keep_records=arguments.json is not None,
         )  # fmt: skip
     finally:
         await transport.close()

@@ -109,6 +109,7 @@ class Comparison:
         self.spec = spec
         self.servers = [Server(server) for server in spec.servers]
         self.result: dict[str, Any] = {
+            "kind": "compare",
             "machine": describe_machine(), "baseline": spec.baseline, "rounds": spec.rounds, "seed": spec.seed,
             "scale": 1.0, "servers": {}, "runs": [], "ratios": [],
         }  # fmt: skip

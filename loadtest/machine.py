@@ -47,8 +47,23 @@ def cpu_seconds(pid: int) -> float:
     return total / TICK
 
 
+def open_files(pid: int) -> int:
+    """Files and sockets that pid and its descendants hold open."""
+    total = 0
+    for each in process_tree(pid):
+        try:
+            total += len(os.listdir(PROC / str(each) / "fd"))
+        except OSError:
+            continue
+    return total
+
+
+def threads(pid: int) -> int:
+    return sum(int(fields[17]) for each in process_tree(pid) if (fields := _stat(each)))
+
+
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the name: [0] state, [1] parent, [11:15] times in ticks."""
+    """The fields of /proc/PID/stat after the name: [0] state, [1] parent, [11:15] times in ticks, [17] threads."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -64,7 +64,10 @@ async def measure(
     cores = CpuMark.now().cores_since(mark)
     if helpers:
         await sampler.sample()
-    summary = plan.description | summarise(result.records, plan.objective)
+    summary = {"kind": "run"} | plan.description | summarise(result.records, plan.objective)
+    summary["moments"] = [
+        (record.scheduled_s - result.started_s, record.e2e_s) for record in result.records if not record.error
+    ]
     summary["client"] = client_report(result)
     summary["server"] = server_report(before, await scrape(transport), sampler.samples)
     summary["machine"] = {"load_before": load_before, "cores_busy": cores, "cores_client": result.cost.share_of_core}

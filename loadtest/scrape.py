@@ -23,7 +23,8 @@ LIVE_SLOTS = ("live_slot_steps_total", "used_slot_steps_total")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text format -> the sum over labels of every sample name (histogram buckets left out)."""
+    """Prometheus text format -> the sum over labels of every sample name, and every labelled sample under
+    name{label="value"} (histogram buckets left out)."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -35,6 +36,8 @@ def parse_metrics(text: str) -> dict[str, float]:
             continue
         value = float(rest.split()[0])
         sums[name] = sums.get(name, 0.0) + value
+        if end >= 0:
+            sums[line[: end + 1]] = value
     return sums
 
 

@@ -40,7 +40,8 @@ class FakeServer:
     served: list[Served] = field(default_factory=list)
     running: int = 0
     used_blocks: int = 0
-    finished_requests: int = 0
+    finished_choices: int = 0
+    errors: dict[int, int] = field(default_factory=dict)
     port: int = 0
     token_total: int = 0
 
@@ -84,12 +85,10 @@ class FakeServer:
         if method == "GET":
             self._answer(writer, 200, self._get(path))
             return True
-        try:
-            body = json.loads(raw)
-        except ValueError:
-            body = {}
-        if self.statuses or not body.get("max_tokens") or body["max_tokens"] < 0:
+        body = _valid_body(path, raw)
+        if self.statuses or body is None:
             status = self.statuses.pop(0) if self.statuses else 400
+            self.errors[status] = self.errors.get(status, 0) + 1
             self._answer(writer, status, json.dumps({"error": {"message": "no", "type": "x"}}).encode())
             return True
         return await self._generate(path, body, writer)
@@ -111,7 +110,8 @@ class FakeServer:
             f"pagemill_live_slot_steps_total {self.token_total * 15}.0\n"
             f"pagemill_used_slot_steps_total {self.token_total * 16}.0\n"
             f"pagemill_generation_tokens_total {self.token_total}.0\n"
-            f'pagemill_request_success_total{{finished_reason="length"}} {self.finished_requests}.0\n'
+            f'pagemill_request_success_total{{finished_reason="length"}} {self.finished_choices}.0\n'
+            + "".join(f'pagemill_errors_total{{code="{code}"}} {count}.0\n' for code, count in self.errors.items())
         )
 
     async def _generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
@@ -126,7 +126,7 @@ class FakeServer:
                     await (self._stream if body.get("stream") else self._plain)("chat" in path, served, writer)
                 finally:
                     self.running -= 1
-            self.finished_requests += 1
+            self.finished_choices += body.get("n", 1)
             self.used_blocks -= 1
             freed = True
         except ConnectionError:
@@ -193,6 +193,21 @@ class FakeServer:
         payload = b"[DONE]" if event is None else json.dumps({"object": "x", "model": "fake", **event}).encode()
         data = b"data: " + payload + b"\n\n"
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def _valid_body(path: str, raw: bytes) -> dict[str, Any] | None:
+    """The request, or None if it is nonsense."""
+    try:
+        body = json.loads(raw)
+        prompt = body["messages"] if "chat" in path else body["prompt"]
+        whole = isinstance(prompt, list if "chat" in path else (str, list)) and len(prompt) > 0
+        whole = whole and (
+            "chat" in path or isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
+        )
+        numbers = (body["max_tokens"], body.get("n", 1), 1 + body.get("temperature", 0))
+        return body if whole and min(numbers) >= 1 and max(numbers) < 100_000 else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 async def _serve(port: int, server: FakeServer) -> None:
