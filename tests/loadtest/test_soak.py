@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from loadtest import cli, soak
-from loadtest.scrape import find, live_slot_utilization, parse_metrics
+from loadtest.client import Target
+from loadtest.scrape import find, live_slot_utilization, parse_metrics, scrape
 from loadtest.soak_checks import Tally, check_answers, check_growth, check_idle, check_sums
+from loadtest.soak_traffic import Traffic
+from loadtest.transport import RawTransport
 
 from .fake_server import FakeServer
 from .test_compare import FAKE, REPOSITORY
@@ -109,15 +114,27 @@ async def test_a_good_server_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed > 24, "more than the burst"
 
 
-async def test_lost_blocks_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, faults = await soak_it(FakeServer(first_s=0.05, gap_s=0.01, leak=True), monkeypatch)
-    assert "kv_cache_usage_perc" in faults
+async def test_lost_blocks_show() -> None:
+    server, tally = FakeServer(first_s=0.02, gap_s=0.01, leak=True), Tally()
+    async with server.start():
+        transport = RawTransport(server.url)
+        traffic = Traffic(transport, Target("fake"), tally, Random(3))
+        await asyncio.gather(*(traffic.leaving() for _ in range(8)))
+        for _ in range(400):  # a request that streams notices at its next token
+            if server.used_blocks == sum(request.disconnected for request in server.served) > 0:
+                break
+            await asyncio.sleep(0.01)
+        metrics = await scrape(transport)
+        await transport.close()
+    assert tally.disconnected == 8
+    assert metrics is not None
+    assert any("kv_cache_usage_perc" in fault for fault in check_idle(metrics))
 
 
 async def test_failures_and_hangs_show(monkeypatch: pytest.MonkeyPatch) -> None:
     _, faults = await soak_it(FakeServer(first_s=0.001, gap_s=0.0005, statuses=[200] * 3 + [500] * 2), monkeypatch)
     assert "http 500" in faults or "bad request answered with 500" in faults
-    _, faults = await soak_it(FakeServer(first_s=0.2, gap_s=0.5), monkeypatch, "--timeout", "1")
+    _, faults = await soak_it(FakeServer(first_s=0.2, gap_s=0.5), monkeypatch, "--timeout", "0.4")
     assert "timeout" in faults
 
 
