@@ -308,7 +308,7 @@ def test_the_turn_ends_of_the_template_end_a_text() -> None:
         "tokenizer.chat_template": "{{ x }}<|im_end|>",
     }
     source = Source("m", "m", "gguf", Path("m.gguf"))
-    open_with = {"hf_config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [7, 5]}}
+    open_with: dict[str, Any] = {"hf_config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [7, 5]}}
     tokenizer = open_tokenizer(source, gguf_metadata=metadata, **open_with)
     assert tokenizer.eos_token_ids == (7, 5, 0, 1)
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.config import StartError
-from engine.models import user_cache, weights
+from engine.models import gguf_tensors, weights
 from engine.models.safetensors_files import INDEX_FILE
 from engine.models.source import Source, resolve_source
 from engine.models.weights import Weights, open_weights
@@ -253,7 +253,7 @@ def test_the_second_start_maps_what_the_first_derived(
     def derive_again(*_: Any) -> Tensor:
         raise AssertionError("derived twice")
 
-    monkeypatch.setattr(weights.gguf_tensors, "parameter", derive_again)
+    monkeypatch.setattr(gguf_tensors, "parameter", derive_again)
     assert equal(dict(opened(path).tensors(dtype)), parameters, dtype)
 
 
@@ -324,7 +324,7 @@ def test_a_full_disk_falls_back_to_memory(
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(user_cache.os, "fsync", no_room)
+    monkeypatch.setattr(os, "fsync", no_room)
     with caplog.at_level(logging.WARNING):
         assert equal(dict(opened(path).tensors(torch.float32)), parameters, torch.float32)
     assert "No space left" in caplog.text
