@@ -15,9 +15,10 @@ PAGEMILL_INLINE Vec activate(Vec x) {
     return x / (exp(-x) + 1.0f);
   } else if constexpr (KIND == ActivationKind::gelu) {
     // beyond 15 the tail is zero; the bound keeps infinity out of the products
-    Vec bounded = choose(x > 30.0f, splat(30.0f), choose(x < -30.0f, splat(-30.0f), x));
+    Vec bounded = x > 30.0f ? splat(30.0f) : x;
+    bounded = bounded < -30.0f ? splat(-30.0f) : bounded;
     Vec small = bounded * normal_tail(bounded);
-    return choose(x > 0.0f, x - small, small);
+    return x > 0.0f ? x - small : small;
   } else {
     // (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016)
     constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // twice the factors of x and x^3

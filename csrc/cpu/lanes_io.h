@@ -1,4 +1,4 @@
-// What the kernels for whole layers add to lanes.h: bfloat16 in and out, partial vectors, an unsigned vector, choosing.
+// What the kernels for whole layers add to lanes.h: bfloat16 in and out, partial vectors, an unsigned vector.
 #pragma once
 
 #include "cpu/lanes.h"
@@ -10,8 +10,6 @@ namespace {
 
 typedef uint32_t WordVec __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
-
-PAGEMILL_INLINE Vec choose(IntVec mask, Vec yes, Vec no) { return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask)); }
 
 // Rounded to nearest even into the lower half of each lane; a NaN becomes a quiet NaN of the same sign.
 PAGEMILL_INLINE WordVec to_bf16_bits(Vec value) {

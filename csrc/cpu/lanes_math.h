@@ -16,7 +16,8 @@ PAGEMILL_INLINE Vec power_of_two(IntVec n) { return (Vec)((n + 127) << 23); }
 PAGEMILL_INLINE Vec exp(Vec x) {
   constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-  x = choose(x > 150.0f, splat(150.0f), choose(x < -150.0f, splat(-150.0f), x));
+  x = x > 150.0f ? splat(150.0f) : x;  // in this order NaN stays
+  x = x < -150.0f ? splat(-150.0f) : x;
   Vec shifted = fused(x, splat(kLog2e), splat(kRound));
   Vec whole = shifted - kRound;
   IntVec n = (IntVec)shifted - (IntVec)splat(kRound);

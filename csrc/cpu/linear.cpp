@@ -22,7 +22,6 @@ constexpr int kMaxRows = 6;  // 6 x 2 accumulators, 2 weights, 1 broadcast: 15 o
 #endif
 constexpr int kPanelVecs = kPanelColumns / kLanes;
 constexpr int64_t kBlockBytes = 256 << 10;  // interleaved rows of x that stay in L2 beside a panel
-constexpr int kPrefetchBytes = 2048;
 
 // How values are multiplied. `X`: one interleaved step of one row; `kLine`: bytes of a panel's step.
 
@@ -97,18 +96,23 @@ struct Bfloat16 {
 };
 #endif
 
+// What a tile brings towards the caches while it computes: lines from `from`, `stride` bytes a step.
+struct Ahead {
+  const char* from;
+  int64_t stride;
+};
+
 // One tile: ROWS rows of x (interleaved) times one panel, into sums [ROWS][32].
 template <class Type, int ROWS>
-void tile(const typename Type::X* x, const char* panel, int64_t steps, float* sums) {
+void tile(const typename Type::X* x, const char* panel, int64_t steps, Ahead ahead, float* sums) {
   constexpr int kVecs = ROWS <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
   for (int sweep = 0; sweep < kPanelVecs; sweep += kVecs) {
     Vec acc[ROWS][kVecs] = {};
     const char* line = panel + sweep * (kLanes * 4);
-    for (int64_t step = 0; step < steps; ++step, line += Type::kLine) {
-      if constexpr (ROWS <= 8) {
-        __builtin_prefetch(line + kPrefetchBytes);
-        __builtin_prefetch(line + kPrefetchBytes + 64);
-      }
+    const char* fetch = ahead.from;
+    for (int64_t step = 0; step < steps; ++step, line += Type::kLine, fetch += ahead.stride) {
+      __builtin_prefetch(fetch, 0, 2);
+      __builtin_prefetch(fetch + 64, 0, 2);
       Type::multiply(x + step * ROWS, line, acc);
     }
     for (int r = 0; r < ROWS; ++r)
@@ -117,21 +121,21 @@ void tile(const typename Type::X* x, const char* panel, int64_t steps, float* su
 }
 
 template <class Type>
-void run_tile(int rows, const typename Type::X* x, const char* panel, int64_t steps, float* sums) {
+void run_tile(int rows, const typename Type::X* x, const char* panel, int64_t steps, Ahead ahead, float* sums) {
   switch (rows) {
-    case 1: return tile<Type, 1>(x, panel, steps, sums);
-    case 2: return tile<Type, 2>(x, panel, steps, sums);
-    case 3: return tile<Type, 3>(x, panel, steps, sums);
-    case 4: return tile<Type, 4>(x, panel, steps, sums);
-    case 5: return tile<Type, 5>(x, panel, steps, sums);
-    case 6: return tile<Type, 6>(x, panel, steps, sums);
+    case 1: return tile<Type, 1>(x, panel, steps, ahead, sums);
+    case 2: return tile<Type, 2>(x, panel, steps, ahead, sums);
+    case 3: return tile<Type, 3>(x, panel, steps, ahead, sums);
+    case 4: return tile<Type, 4>(x, panel, steps, ahead, sums);
+    case 5: return tile<Type, 5>(x, panel, steps, ahead, sums);
+    case 6: return tile<Type, 6>(x, panel, steps, ahead, sums);
 #if defined(__AVX512F__)
-    case 7: return tile<Type, 7>(x, panel, steps, sums);
-    case 8: return tile<Type, 8>(x, panel, steps, sums);
-    case 9: return tile<Type, 9>(x, panel, steps, sums);
-    case 10: return tile<Type, 10>(x, panel, steps, sums);
-    case 11: return tile<Type, 11>(x, panel, steps, sums);
-    case 12: return tile<Type, 12>(x, panel, steps, sums);
+    case 7: return tile<Type, 7>(x, panel, steps, ahead, sums);
+    case 8: return tile<Type, 8>(x, panel, steps, ahead, sums);
+    case 9: return tile<Type, 9>(x, panel, steps, ahead, sums);
+    case 10: return tile<Type, 10>(x, panel, steps, ahead, sums);
+    case 11: return tile<Type, 11>(x, panel, steps, ahead, sums);
+    case 12: return tile<Type, 12>(x, panel, steps, ahead, sums);
 #endif
   }
 }
@@ -143,6 +147,14 @@ void finish_row(const float* sums, const float* bias, Out* out, int64_t columns)
     if (bias != nullptr) value += load_up_to(bias + c, columns - c);
     store_up_to(out + c, value, columns - c);
   }
+}
+
+// While a panel is multiplied the next one is fetched, all of it by one tile or half each by the first two, so that the
+// memory is busy during the arithmetic of every tile. The last panel fetches past its end, which is harmless.
+Ahead look_ahead(const char* panel, int64_t bytes, int64_t tile, int64_t tiles) {
+  if (tiles == 1) return {panel + bytes, 128};
+  if (tile < 2) return {panel + bytes + tile * bytes / 2, 64};
+  return {panel, 0};
 }
 
 // The grid of pieces: blocks of rows (outer) by runs of panels (inner). Tiles of a block differ by at most one row.
@@ -213,7 +225,9 @@ void run_pieces(const LinearArgs& a, int64_t* next) {
       for (int64_t t = 0; t < tiles; ++t) {
         int64_t at = tile_start(t);
         int count = int(tile_start(t + 1) - at);
-        run_tile<Type>(count, interleaved + at * plan.steps, packed + p * plan.steps * Type::kLine, plan.steps, sums);
+        const char* panel = packed + p * plan.steps * Type::kLine;
+        const Ahead ahead = look_ahead(panel, plan.steps * Type::kLine, t, tiles);
+        run_tile<Type>(count, interleaved + at * plan.steps, panel, plan.steps, ahead, sums);
         Out* out = static_cast<Out*>(a.out) + (first + at) * a.out_features + column;
         for (int r = 0; r < count; ++r)
           finish_row(sums + r * kPanelColumns, bias, out + r * a.out_features, columns);

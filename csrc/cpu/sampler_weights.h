@@ -26,7 +26,7 @@ PAGEMILL_INLINE PartDouble widen(Vec v, int part) {
 // e^d for d <= 0, zero below kNegligible's neighbourhood only after rounding to a weight.
 PAGEMILL_INLINE Vec weight_exp(Vec d) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  d = choose(d > kNegligible, d, splat(kNegligible));
+  d = larger(d, splat(kNegligible));
   const Vec shifted = d * 0x1.715476p+0f + kRound;
   const Vec whole = shifted - kRound;
   const IntVec n = (IntVec)shifted - (IntVec)splat(kRound);
@@ -63,7 +63,7 @@ struct Scale {
 
   PAGEMILL_INLINE Vec operator()(Vec logits) const {
     const Vec w = weight_exp((logits - max) / temperature);
-    return choose(w >= min_weight, w, Vec{});
+    return w >= min_weight ? w : Vec{};
   }
   PAGEMILL_INLINE bool negligible(float logit) const { return (logit - max) / temperature <= kNegligible; }
 };
