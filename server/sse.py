@@ -104,7 +104,7 @@ class EventStream(Response):
                 attendant = asyncio.create_task(self._attend(receive, deadline))
                 try:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await self._pump()
+                    await asyncio.create_task(self._pump())  # a short chain of frames to wake per token
                 finally:
                     attendant.cancel()
         except TimeoutError:  # the attendant's word: nobody is there any more

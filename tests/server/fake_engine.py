@@ -26,25 +26,33 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BOS, IM_START, IM_END = "<s>", "<|im_start|>", "<|im_end|>"
-MERGES = ["t h", "th e", "Ġ the", "i n", "e r", "Ġ a", "h e", "l l", "o w", "ð Ł", "Ġ w"]
+MERGES = [
+    ("t", "h"),
+    ("th", "e"),
+    ("Ġ", "the"),
+    ("i", "n"),
+    ("e", "r"),
+    ("Ġ", "a"),
+    ("h", "e"),
+    ("l", "l"),
+    ("ð", "Ł"),
+]
 
 
 def small_tokenizer(*, adds_bos: bool = False, chat_template: str | None = CHATML) -> Tokenizer:
     """Ids 0-255 are bytes, then merges, then <s>, <|im_start|>, <|im_end|> (the end of a text)."""
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in MERGES]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(merge) for merge in MERGES]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in MERGES]))
+    backend = Backend(models.BPE(vocab=vocab, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (BOS, IM_START, IM_END)])
     if adds_bos:
-        backend.post_processor = TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, backend.token_to_id(BOS))]
-        )
+        backend.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, len(vocab))])
     return Tokenizer(
         backend,
-        bos_token_id=backend.token_to_id(BOS),
-        eos_token_ids=(backend.token_to_id(IM_END),),
+        bos_token_id=len(vocab),
+        eos_token_ids=(len(vocab) + 2,),
         chat_templates={"default": chat_template} if chat_template else {},
         special_tokens={"bos_token": BOS, "eos_token": IM_END},
     )

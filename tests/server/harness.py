@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -59,3 +60,12 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return dict(error)
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Returns once `condition()` holds; fails after two seconds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never came to be")

@@ -12,7 +12,7 @@ from engine.outputs import Phase
 from server.app import create_app
 from server.settings import Settings
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
-from tests.server.harness import Events
+from tests.server.harness import Events, eventually
 
 TOKENIZER = small_tokenizer()
 
@@ -69,8 +69,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str, stream: bool) ->
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2000, "stream": stream}
     client = Client(engine, path, body)
     task = asyncio.create_task(client.run())
-    while engine.num_delivered_tokens < 5:
-        await asyncio.sleep(0.002)
+    await eventually(lambda: engine.num_delivered_tokens >= 5)
     client.gone.set()
     await asyncio.wait_for(task, 2)
     assert engine.closed == [1]
@@ -96,8 +95,7 @@ async def test_what_came_while_a_write_waited_leaves_as_one_chunk() -> None:
     engine = engine_saying("abcdefghij" * 3)
     client = Client(engine, "/v1/completions", {"prompt": "a", "max_tokens": 100, "stream": True})
     task = asyncio.create_task(client.run())
-    while not client.bodies:
-        await asyncio.sleep(0.002)
+    await eventually(lambda: client.bodies)
     client.may_read.clear()
     await asyncio.sleep(0.3)
     client.may_read.set()
@@ -155,8 +153,7 @@ async def test_requests_cut_by_a_shutdown_are_told_so(stream: bool) -> None:
     engine.fail_after = 5
     client = Client(engine, "/v1/completions", {"prompt": "a", "max_tokens": 100, "stream": stream})
     task = asyncio.create_task(client.run())
-    while not engine.admitted:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: engine.admitted)
     engine.phase = Phase.DRAINING
     await task
     if stream:
