@@ -214,9 +214,9 @@ class Scheduler:
         num_cached = self.manager.begin(sequence, match)
         request = sequence.request
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            request.num_cached_tokens = num_cached
             if self.manager.enable_prefix_caching:
-                self.manager.count_prefix_query(sequence.num_prompt_tokens, request.num_cached_tokens)
+                self.manager.count_prefix_query(sequence.num_prompt_tokens, num_cached)
         num_tokens = self._chunk(step, sequence.num_uncomputed_tokens, step.budget)
         fits = self.manager.allocate_slots(sequence, num_tokens, announce=False)
         assert fits, "admission counted the blocks"

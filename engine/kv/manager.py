@@ -315,7 +315,6 @@ class KVCacheManager:
             written = self.allocator.blocks[table[first]]
             if written.ref_count > 1:
                 fresh = self.allocator.allocate(group, exclude=self._sources | {written.block_id})
-                self.allocator.fill(fresh, offset)
                 self._copy(written, fresh)
                 self._num_copy_on_write += 1
                 self.allocator.release(written)

@@ -146,6 +146,31 @@ def test_writers_of_a_shared_block_copy_it_and_the_last_one_keeps_it() -> None:
     manager.check(family)
 
 
+@pytest.mark.parametrize(("num_blocks", "fits"), [(6, True), (5, False)])
+def test_a_copy_never_lands_on_the_source_of_another(num_blocks: int, fits: bool) -> None:
+    manager = KVCacheManager(num_blocks, SIZE, enable_prefix_caching=False)
+    families = []
+    for token in (1, 2):
+        parent, child = make_sequence([token] * 6), make_sequence([token] * 6)
+        admit(manager, parent)
+        manager.fork(parent, child)
+        child.row, child.num_computed_tokens = 1, 6
+        families.append((parent, child))
+    (first, gone), (second, other) = families
+    manager.take_deltas()
+    source = first.block_tables[0][1]
+    generate(manager, first, 3)
+    manager.free(gone)  # preempted in the same step: the source is free, and would be reused first
+    second.append(3)
+    assert manager.allocate_slots(second, 1) == fits
+    _, copies = manager.take_deltas()
+    assert len(copies) == 1 + fits
+    assert source not in {destination for _, destination in copies}
+    assert manager.allocate_slots(second, 1), "the next step may use it"
+    second.schedule(1)
+    manager.check([first, second, other])
+
+
 def test_out_of_blocks_changes_nothing() -> None:
     manager = KVCacheManager(2, SIZE)
     sequence = make_sequence(list(range(8)))

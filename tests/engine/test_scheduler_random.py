@@ -34,7 +34,8 @@ def play(seed: int, *, depth: int, num_turns: int = 80, with_failures: bool = Tr
     rng = random.Random(seed)
     max_model_len = rng.choice([48, 96, 200])
     block_size = rng.choice([4, 16])
-    least = -(-max_model_len // block_size)
+    num_groups = rng.choice([1, 1, 2])
+    least = -(-max_model_len // block_size) * num_groups
     fail_rate = rng.choice([0.0, 0.0, 0.02]) if with_failures else 0.0
     fail_rng = random.Random(seed + 1)
     engine = FakeEngine(
@@ -46,7 +47,7 @@ def play(seed: int, *, depth: int, num_turns: int = 80, with_failures: bool = Tr
         chunk=rng.choice([1, 7, 16, 300]),
         depth=depth,
         prefix_caching=rng.random() < 0.8,
-        num_groups=1,
+        num_groups=num_groups,
         fails=lambda batch, index: fail_rng.random() < fail_rate,
     )
     stems = [[rng.randrange(50) for _ in range(rng.choice([5, 32, 100]))] for _ in range(2)]
