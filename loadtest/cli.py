@@ -7,10 +7,10 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from loadtest import cli_compare, cli_run, kv_waste, report, soak, sweep
+from loadtest import cli_compare, cli_run, kv_waste, ratio, report, soak, sweep
 from loadtest.lengths import UsageError
 
-COMMANDS = (cli_run, cli_compare, sweep, report, soak, kv_waste)
+COMMANDS = (cli_run, cli_compare, sweep, report, soak, kv_waste, ratio)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
