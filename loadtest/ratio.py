@@ -208,10 +208,11 @@ async def measure_point(
         await transport.close()
         server.pause()
         failed += sum(bool(record.error) for record in result.records)
-        useful = sum(batch.useful_tokens for batch in batches)
+        asked = sum(batch.useful_tokens for batch in batches)
         served = sum(record.output_tokens for record in result.records) / result.cost.wall_s
-        rounds.append((served, useful / await baseline.seconds(batches)))
+        rounds.append((served, asked / await baseline.seconds(batches)))
     rows = [len(batch.requests) for batch in all_batches]
+    useful = sum(batch.useful_tokens for batch in all_batches)
     computed = sum(len(batch.requests) * batch.max_new_tokens for batch in all_batches)
     return {
         "lengths": name, "concurrency": concurrency, "requests": count, "failed": failed,
@@ -219,7 +220,7 @@ async def measure_point(
         "generate_tokens_per_s": median(generated for _, generated in rounds),
         "ratio": median(served / generated for served, generated in rounds),
         "ratios": [served / generated for served, generated in rounds],
-        "generate_rows": sum(rows) / len(rows), "generate_useful": sum(batch.useful_tokens for batch in all_batches) / computed,
+        "generate_rows": sum(rows) / len(rows), "generate_useful": useful / computed,
     }  # fmt: skip
 
 
