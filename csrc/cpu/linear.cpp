@@ -3,142 +3,25 @@
 //
 // The rule this file keeps (batch invariance): an output element is the sum over k in ascending order into one
 // accumulator, in registers from the first k to the last. How many rows there are, which tile a row falls into
-// and who computes it decide only which other elements sit in neighbouring registers.
+// and who computes it decide only which other elements sit in neighbouring registers. linear_tiles.h has the tiles on
+// vectors, linear_amx.h those on AMX; this file cuts the work into tiles.
 //
 // Layout: panels of 32 output features. A step of K is one line of 32 floats, or of 32 bfloat16 pairs (k, k+1),
 // which is at once an operand of vdpbf16ps and a row of an AMX B tile. Rows of x are interleaved the same way
 // ([step][row]), so the inner loop reads two sequential streams whatever the strides of x are.
 #include "cpu/kernels.h"
+#include "cpu/linear_tiles.h"
 #include "cpu/scratch.h"
-#include "cpu/lanes_io.h"
+
+#if defined(__AMX_BF16__) || defined(PAGEMILL_AMX_EMULATED)
+#define PAGEMILL_LINEAR_AMX
+#include "cpu/linear_amx.h"
+#endif
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;  // 12 x 2 accumulators, 2 weights, 1 broadcast: 27 of 32 registers
-#else
-constexpr int kMaxRows = 6;  // 6 x 2 accumulators, 2 weights, 1 broadcast: 15 of 16 registers
-#endif
-constexpr int kPanelVecs = kPanelColumns / kLanes;
 constexpr int64_t kBlockBytes = 256 << 10;  // interleaved rows of x that stay in L2 beside a panel
-
-// How values are multiplied. `X`: one interleaved step of one row; `kLine`: bytes of a panel's step.
-
-struct Float32 {
-  using T = float;
-  using X = float;
-  static constexpr int kLine = kPanelColumns * 4;
-  static constexpr int kDepth = 1;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t) { return row[k]; }
-
-  template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
-    Vec w[VECS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) w[v] = load(reinterpret_cast<const float*>(line) + v * kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      Vec value = splat(x[r]);
-#pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) acc[r][v] = fused(value, w[v], acc[r][v]);
-    }
-  }
-};
-
-#if defined(__AVX512BF16__)
-struct Bfloat16 {
-  using T = uint16_t;
-  using X = uint32_t;  // a pair
-  static constexpr int kLine = kPanelColumns * 4;
-  static constexpr int kDepth = 2;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t in_features) {
-    return uint32_t(row[k]) | (k + 1 < in_features ? uint32_t(row[k + 1]) << 16 : 0u);
-  }
-
-  template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
-    __m512i w[VECS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) w[v] = _mm512_loadu_si512(line + v * (kLanes * 4));
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      __m512i pair = _mm512_set1_epi32(int32_t(x[r]));
-#pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)pair, (__m512bh)w[v]);
-    }
-  }
-};
-#else
-struct Bfloat16 {
-  using T = uint16_t;
-  struct X {
-    float even, odd;
-  };
-  static constexpr int kLine = kPanelColumns * 4;
-  static constexpr int kDepth = 2;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t in_features) {
-    return {bf16_to_float(row[k]), k + 1 < in_features ? bf16_to_float(row[k + 1]) : 0.0f};
-  }
-
-  template <int ROWS, int VECS>
-  static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) {
-      IntVec pair = (IntVec)load(reinterpret_cast<const float*>(line) + v * kLanes);
-      Vec even = (Vec)(pair << 16), odd = (Vec)(pair & int32_t(0xffff0000));
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].even), even, acc[r][v]);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].odd), odd, acc[r][v]);
-    }
-  }
-};
-#endif
-
-// What a tile brings towards the caches while it computes: lines from `from`, `stride` bytes a step.
-struct Ahead {
-  const char* from;
-  int64_t stride;
-};
-
-// One tile: ROWS rows of x (interleaved) times one panel, into sums [ROWS][32].
-template <class Type, int ROWS>
-void tile(const typename Type::X* x, const char* panel, int64_t steps, Ahead ahead, float* sums) {
-  constexpr int kVecs = ROWS <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
-  for (int sweep = 0; sweep < kPanelVecs; sweep += kVecs) {
-    Vec acc[ROWS][kVecs] = {};
-    const char* line = panel + sweep * (kLanes * 4);
-    const char* fetch = ahead.from;
-    for (int64_t step = 0; step < steps; ++step, line += Type::kLine, fetch += ahead.stride) {
-      __builtin_prefetch(fetch, 0, 2);
-      __builtin_prefetch(fetch + 64, 0, 2);
-      Type::multiply(x + step * ROWS, line, acc);
-    }
-    for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < kVecs; ++v) store(sums + r * kPanelColumns + (sweep + v) * kLanes, acc[r][v]);
-  }
-}
-
-template <class Type>
-void run_tile(int rows, const typename Type::X* x, const char* panel, int64_t steps, Ahead ahead, float* sums) {
-  switch (rows) {
-    case 1: return tile<Type, 1>(x, panel, steps, ahead, sums);
-    case 2: return tile<Type, 2>(x, panel, steps, ahead, sums);
-    case 3: return tile<Type, 3>(x, panel, steps, ahead, sums);
-    case 4: return tile<Type, 4>(x, panel, steps, ahead, sums);
-    case 5: return tile<Type, 5>(x, panel, steps, ahead, sums);
-    case 6: return tile<Type, 6>(x, panel, steps, ahead, sums);
-#if defined(__AVX512F__)
-    case 7: return tile<Type, 7>(x, panel, steps, ahead, sums);
-    case 8: return tile<Type, 8>(x, panel, steps, ahead, sums);
-    case 9: return tile<Type, 9>(x, panel, steps, ahead, sums);
-    case 10: return tile<Type, 10>(x, panel, steps, ahead, sums);
-    case 11: return tile<Type, 11>(x, panel, steps, ahead, sums);
-    case 12: return tile<Type, 12>(x, panel, steps, ahead, sums);
-#endif
-  }
-}
 
 template <typename Out>
 void finish_row(const float* sums, const float* bias, Out* out, int64_t columns) {
@@ -157,18 +40,18 @@ Ahead look_ahead(const char* panel, int64_t bytes, int64_t tile, int64_t tiles) 
   return {panel, 0};
 }
 
-// The grid of pieces: blocks of rows (outer) by runs of panels (inner). Tiles of a block differ by at most one row.
+// The grid of pieces: blocks of rows (outer) by runs of panels (inner).
 struct Plan {
   int64_t steps, panels, block_rows, blocks, run, runs;
 
-  Plan(const LinearArgs& a, int64_t row_bytes) {
+  Plan(const LinearArgs& a, int64_t step_bytes, int64_t most_rows) {
     steps = packed_steps(a.in_features, a.bf16);
     panels = (a.out_features + kPanelColumns - 1) / kPanelColumns;
-    int64_t fit = kBlockBytes / row_bytes / kMaxRows * kMaxRows;
-    int64_t share = (a.rows / (a.threads > 0 ? a.threads : 1) + kMaxRows) / kMaxRows * kMaxRows;
-    int64_t most = share < 8 * kMaxRows ? 8 * kMaxRows : share;
+    int64_t fit = kBlockBytes / (steps * step_bytes) / most_rows * most_rows;
+    int64_t share = (a.rows / (a.threads > 0 ? a.threads : 1) + most_rows) / most_rows * most_rows;
+    int64_t most = share < 8 * most_rows ? 8 * most_rows : share;
     if (most > fit) most = fit;
-    if (most < kMaxRows) most = kMaxRows;
+    if (most < most_rows) most = most_rows;
     blocks = (a.rows + most - 1) / most;
     block_rows = (a.rows + blocks - 1) / blocks;
     int64_t pieces = (int64_t(a.threads) * 4 + blocks - 1) / blocks;
@@ -177,26 +60,13 @@ struct Plan {
   }
 };
 
-template <class Type>
-void interleave(const typename Type::T* x, int64_t stride, int rows, int64_t steps, int64_t in_features,
-                typename Type::X* to) {
-  using X = typename Type::X;
-  int64_t used = (in_features + Type::kDepth - 1) / Type::kDepth;
-  for (int r = 0; r < rows; ++r) {
-    const typename Type::T* row = x + r * stride;
-    int64_t whole = in_features / Type::kDepth;
-    for (int64_t s = 0; s < whole; ++s) to[s * rows + r] = Type::step(row, s * Type::kDepth, in_features);
-    for (int64_t s = whole; s < used; ++s) to[s * rows + r] = Type::step(row, s * Type::kDepth, in_features);
-    for (int64_t s = used; s < steps; ++s) to[s * rows + r] = X{};
-  }
-}
-
-template <class Type, typename Out>
+template <class Tiles, typename Out>
 void run_pieces(const LinearArgs& a, int64_t* next) {
-  using T = typename Type::T;
-  using X = typename Type::X;
-  const Plan plan(a, packed_steps(a.in_features, a.bf16) * int64_t(sizeof(X)));
-  X* interleaved = static_cast<X*>(thread_scratch(size_t(plan.block_rows * plan.steps) * sizeof(X)));
+  using T = typename Tiles::T;
+  constexpr int64_t kMaxRows = Tiles::kMaxRows;
+  const Plan plan(a, Tiles::kStepBytes, kMaxRows);
+  const int64_t row_bytes = plan.steps * Tiles::kStepBytes, held_rows = (plan.block_rows + 31) / 32 * 32;
+  char* interleaved = static_cast<char*>(thread_scratch(size_t(held_rows * row_bytes)));
   const char* packed = static_cast<const char*>(a.packed);
   alignas(64) float sums[kMaxRows * kPanelColumns];
   int64_t held = -1;
@@ -207,12 +77,15 @@ void run_pieces(const LinearArgs& a, int64_t* next) {
     int64_t block = piece / plan.runs, first = block * plan.block_rows;
     int64_t rows = a.rows - first < plan.block_rows ? a.rows - first : plan.block_rows;
     int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-    auto tile_start = [&](int64_t t) { return t * rows / tiles; };
+    auto tile_start = [&](int64_t t) {
+      if (Tiles::kEvenTiles) return t * rows / tiles;
+      return t * kMaxRows < rows ? t * kMaxRows : rows;
+    };
     if (block != held) {
       for (int64_t t = 0; t < tiles; ++t) {
         int64_t at = tile_start(t);
-        interleave<Type>(static_cast<const T*>(a.x) + (first + at) * a.x_stride, a.x_stride,
-                         int(tile_start(t + 1) - at), plan.steps, a.in_features, interleaved + at * plan.steps);
+        Tiles::interleave(static_cast<const T*>(a.x) + (first + at) * a.x_stride, a.x_stride,
+                         int(tile_start(t + 1) - at), plan.steps, a.in_features, interleaved + at * row_bytes);
       }
       held = block;
     }
@@ -225,14 +98,23 @@ void run_pieces(const LinearArgs& a, int64_t* next) {
       for (int64_t t = 0; t < tiles; ++t) {
         int64_t at = tile_start(t);
         int count = int(tile_start(t + 1) - at);
-        const char* panel = packed + p * plan.steps * Type::kLine;
-        const Ahead ahead = look_ahead(panel, plan.steps * Type::kLine, t, tiles);
-        run_tile<Type>(count, interleaved + at * plan.steps, panel, plan.steps, ahead, sums);
+        const char* panel = packed + p * plan.steps * kLine;
+        const Ahead ahead = look_ahead(panel, plan.steps * kLine, t, tiles);
+        Tiles::multiply(count, interleaved + at * row_bytes, panel, plan.steps, ahead, sums);
         Out* out = static_cast<Out*>(a.out) + (first + at) * a.out_features + column;
         for (int r = 0; r < count; ++r)
           finish_row(sums + r * kPanelColumns, bias, out + r * a.out_features, columns);
       }
     }
+  }
+}
+
+template <class Tiles>
+void run_bfloat16(const LinearArgs& a, int64_t* next) {
+  if (a.out_bf16) {
+    run_pieces<Tiles, uint16_t>(a, next);
+  } else {
+    run_pieces<Tiles, float>(a, next);
   }
 }
 
@@ -264,9 +146,14 @@ void pack_linear(const PackArgs& a, int64_t begin, int64_t end) {
 }
 
 void linear(const LinearArgs& a, int64_t* next) {
-  if (!a.bf16) return run_pieces<Float32, float>(a, next);
-  if (a.out_bf16) return run_pieces<Bfloat16, uint16_t>(a, next);
-  return run_pieces<Bfloat16, float>(a, next);
+  if (!a.bf16) return run_pieces<VectorTiles<Float32Products>, float>(a, next);
+#if defined(PAGEMILL_LINEAR_AMX)
+  AmxTiles::configure();
+  run_bfloat16<AmxTiles>(a, next);
+  TILE_RELEASE();
+#else
+  run_bfloat16<VectorTiles<Bfloat16Products>>(a, next);
+#endif
 }
 
 }  // namespace pagemill::PAGEMILL_LEVEL
