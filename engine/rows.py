@@ -35,7 +35,6 @@ class RowPool:
         if sequence.row is None or sequence.releasing:
             return
         if sequence.num_steps_in_flight:
-            self._manager.unclaim(sequence)
             sequence.releasing = True
             self.num_releasing += 1
         else:

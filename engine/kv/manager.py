@@ -200,15 +200,11 @@ class KVCacheManager:
                 self._drop_claim(names[index])
             parent = names[index]
 
-    def unclaim(self, sequence: Sequence) -> None:
-        """The sequence will not compute the blocks it announced: whoever waits for them may start."""
-        for name in sequence.block_names[sequence.num_committed_blocks : sequence.num_claimed_blocks]:
-            self._drop_claim(name)
-        sequence.num_claimed_blocks = 0
-
     def free(self, sequence: Sequence) -> None:
         """Give all blocks back, the last ones first, so that beginnings stay cached longest."""
-        self.unclaim(sequence)
+        for name in sequence.block_names[sequence.num_committed_blocks : sequence.num_claimed_blocks]:
+            self._drop_claim(name)  # it will not compute them: whoever waits for them may start
+        sequence.num_claimed_blocks = 0
         for table in sequence.block_tables:
             for block_id in reversed(table):
                 self.allocator.release(self.allocator.blocks[block_id])
