@@ -105,14 +105,14 @@ async def test_version_and_models_tell_what_is_served(server: ServerProcess) -> 
 
 
 async def test_a_key_guards_everything_and_sigterm_drains(start: Start) -> None:
-    server = start("--grace-period", "20", PAGEMILL_API_KEY=KEY)
+    server = start("--grace-period", "300", PAGEMILL_API_KEY=KEY)
     async with client_of(server) as stranger:
         for path in ("/v1/completions", "//v1/completions", "/v1/models", "/tokenize", "/version", "/nothing"):
             assert (await stranger.send(stranger.build_request("POST", server.url + path))).status_code == 401
         assert (await stranger.get("/health")).status_code == 200
     async with client_of(server, headers={"Authorization": f"Bearer {KEY}"}) as client:
-        streamed = asyncio.create_task(stream(client, max_tokens=300))
-        plain = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 200}))
+        streamed = asyncio.create_task(stream(client, max_tokens=150))
+        plain = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 100}))
         await asyncio.sleep(0.5)
         server.signal()
         await asyncio.sleep(0.1)
