@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from engine.config import StartError
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # token types of the specification
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # token types of the specification
 _BLANK = "\u2581"
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -166,11 +166,12 @@ def implied_merges(tokens: list[str], scores: list[float], types: list[int]) -> 
 
 
 def _add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are recognised as whole texts and are special; user-defined ones are recognised and are text."""
+    """Control tokens (and the unknown one) are recognised as whole texts and are special; user-defined ones are
+    recognised and are text."""
     added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
         for token, kind in zip(tokens, types, strict=True)
-        if kind in (_CONTROL, _USER_DEFINED) and token and backend.token_to_id(token) is not None
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token and backend.token_to_id(token) is not None
     ]
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])

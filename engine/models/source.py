@@ -111,21 +111,24 @@ def _hub(model: str, load_format: LoadFormat, allow_download: bool) -> Source:
         raise StartError(
             f"There is no folder {model}, and hub ids need the package huggingface_hub: pip install huggingface_hub."
         ) from error
-    folder: str | None = None
+    cached: StartError | None = None
     try:
-        folder = snapshot_download(model, local_files_only=True, allow_patterns=_HUB_FILES)
+        folder = Path(snapshot_download(model, local_files_only=True, allow_patterns=_HUB_FILES))
+        return _folder(folder, model, load_format, name=model)
+    except StartError as error:  # in the cache, but for instance without its weights
+        cached = error
     except Exception as error:  # the hub library raises a dozen kinds, from OSError to ValueError
-        if not allow_download:
-            raise StartError(f"{model} is neither a folder here nor in the local hub cache.") from error
-    if folder is None:
-        try:
-            folder = snapshot_download(model, allow_patterns=_HUB_FILES, etag_timeout=10)
-        except Exception as error:
-            raise StartError(
-                f"{model} is neither a folder here nor in the local hub cache, and it cannot be downloaded "
-                f"({_first_line(error)})."
-            ) from error
-    return _folder(Path(folder), model, load_format, name=model)
+        cached = StartError(f"{model} is neither a folder here nor in the local hub cache ({_first_line(error)}).")
+    if not allow_download:
+        raise cached
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=_HUB_FILES, etag_timeout=10))
+    except Exception as error:
+        raise StartError(
+            f"{model} is neither a folder here nor whole in the local hub cache, and it cannot be downloaded "
+            f"({_first_line(error)})."
+        ) from error
+    return _folder(folder, model, load_format, name=model)
 
 
 def _first_line(error: Exception) -> str:

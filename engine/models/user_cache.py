@@ -14,10 +14,13 @@ identity. Sampling parts of a file would be faster once and could confuse two fi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +30,8 @@ from engine.config import StartError
 logger = logging.getLogger(__name__)
 
 _CHUNK = 4 << 20  # bytes read at once while hashing
+_ABANDONED_S = 3600.0  # a temporary file that nobody wrote to for so long belongs to a process that was killed
+_SPARE_BYTES = 1 << 30  # room on the disk that the cache leaves to others
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -42,6 +47,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Lets `write` fill a temporary file beside `path`, then puts it in place. Raises OSError; then `path` is as it
     was and nothing is left over."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -55,6 +61,14 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
         raise
 
 
+def check_room(root: Path, num_bytes: int) -> None:
+    """Raises OSError if `num_bytes` more under `root` would leave the disk nearly full."""
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes + _SPARE_BYTES:
+        raise OSError(errno.ENOSPC, f"{num_bytes / 1e9:.1f} GB wanted, {free / 1e9:.1f} GB free")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """`write_atomically` for what is at hand already."""
 
@@ -62,6 +76,13 @@ def write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
     write_atomically(path, write)
+
+
+def _remove_abandoned(path: Path) -> None:
+    for part in path.parent.glob(f"{path.name}.*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 def content_hash(path: Path, root: Path) -> str:

@@ -24,7 +24,7 @@ from engine.config import LoadFormat, StartError
 from engine.models import config_facts, gguf_config, gguf_tensors, safetensors_files
 from engine.models.gguf import GgufFile
 from engine.models.source import Source, read_json
-from engine.models.user_cache import cache_root, content_hash, write_atomically, write_bytes
+from engine.models.user_cache import cache_root, check_room, content_hash, write_atomically, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ class GgufWeights(Weights):
         shard = self._cached(path)
         if shard is None:
             try:
+                check_room(self._folder, self.num_parameters * dtype.itemsize)
                 write_atomically(
                     path, lambda file: safetensors_files.write_file(file, self.shapes, dtype, self._derived(dtype))
                 )

@@ -122,6 +122,16 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_source("owner/name", allow_download=False)
 
 
+def test_a_hub_model_cached_without_weights_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = folder(tmp_path, "config.json", "model.safetensors")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "config.json").write_text("{}")
+    hub = install(monkeypatch, FakeHub(tmp_path / "part", whole))
+    assert (resolve_source("owner/name").path, hub.downloads) == (whole, 1)
+    with pytest.raises(StartError, match="no weights"):
+        resolve_source("owner/name", allow_download=False)
+
+
 def test_hub_without_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeHub(None, OSError("Cannot reach the hub.\nTraceback and more")))
     with pytest.raises(StartError, match=r"cannot be downloaded \(Cannot reach the hub\)\.$") as caught:

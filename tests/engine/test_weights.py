@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -330,6 +331,31 @@ def test_a_full_disk_falls_back_to_memory(
     assert "No space left" in caplog.text
     assert not cached_files(path)
     assert not list((path.parent / "cache").rglob("*.part"))
+
+
+def test_the_last_gigabyte_of_a_disk_is_left_alone(
+    gguf: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, parameters = gguf
+    usage = shutil.disk_usage(path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 30))
+    with caplog.at_level(logging.WARNING):
+        assert equal(dict(opened(path).tensors(torch.float32)), parameters, torch.float32)
+    assert "1.1 GB free" in caplog.text
+    assert not cached_files(path)
+
+
+def test_what_a_killed_process_left_is_removed(gguf: tuple[Path, dict[str, Tensor]]) -> None:
+    path, _ = gguf
+    list(opened(path).tensors(torch.float32))
+    (file,) = cached_files(path)
+    old, fresh = (file.with_name(f"{file.name}.{name}.part") for name in ("old", "fresh"))
+    for part in (old, fresh):
+        part.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    file.unlink()
+    list(opened(path).tensors(torch.float32))
+    assert (old.exists(), fresh.exists()) == (False, True)
 
 
 def test_a_cache_that_cannot_be_made_falls_back_to_memory(
