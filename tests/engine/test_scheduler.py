@@ -66,17 +66,16 @@ def test_running_sequences_get_their_token_in_every_step_whatever_waits() -> Non
     run_and_verify(engine)
 
 
-def test_a_decode_behind_a_long_prompt_keeps_its_share_of_the_budget() -> None:
-    engine = FakeEngine(budget=8, chunk=300, max_num_seqs=4, num_blocks=200)
-    long = engine.add(prompt(100), forever(2))
-    short = engine.add(prompt(1, 9), forever(20))
-    engine.step()  # the long prompt takes all
-    engine.abort(long)
-    long = engine.add(prompt(101, 3), forever(2))
+def test_a_long_prompt_leaves_budget_for_those_behind_it_that_need_one_token() -> None:
+    engine = FakeEngine(budget=8, chunk=5)
+    engine.add([1], forever(30))
     engine.step()
+    engine.add(prompt(100), forever(2))
+    engine.add(prompt(2, 20), forever(9, n=4))
     engine.step()
-    assert sorted(chunks(engine.batches[-1])) == [1, 7]
-    assert engine.scheduler.running[0].request.stream_id == short
+    assert chunks(engine.batches[-1]) == [1, 5, 2, 0, 0, 0]
+    engine.step()
+    assert chunks(engine.batches[-1]) == [1, 3, 1, 1, 1, 1]
     run_and_verify(engine)
 
 
@@ -102,6 +101,52 @@ def test_what_does_not_fit_holds_back_what_comes_later() -> None:
     small = engine.add(prompt(5, 9), forever(2))
     engine.step()
     assert [s.request.stream_id for s in engine.scheduler.waiting] == [big, small]
+    run_and_verify(engine)
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(16, 1), (17, 2)])
+def test_the_newcomer_leaves_a_block_of_headroom_for_each_that_runs(num_blocks: int, admitted: int) -> None:
+    engine = FakeEngine(num_blocks=num_blocks, budget=512)
+    engine.add(prompt(120), forever(40))
+    engine.add(prompt(120, 9), forever(2))
+    engine.step()
+    assert engine.scheduler.num_running == admitted
+    run_and_verify(engine)
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(17, 1), (18, 2)])
+def test_blocks_that_a_running_prompt_will_still_need_are_promised_to_it(num_blocks: int, admitted: int) -> None:
+    engine = FakeEngine(num_blocks=num_blocks, budget=130, chunk=64)
+    engine.add(prompt(10), forever(30))
+    engine.step()
+    engine.add(prompt(200), forever(2))
+    engine.add(prompt(20, 9), forever(2))
+    engine.step()
+    assert engine.scheduler.num_running == 1 + admitted
+    run_and_verify(engine)
+
+
+def test_the_place_in_the_queue_belongs_to_the_request_not_to_its_first_choice() -> None:
+    engine = FakeEngine(max_num_seqs=1)
+    for stream in range(4):
+        engine.add(prompt(4, stream), forever(4, n=2))
+    engine.abort(1, 0, 0)
+    assert [(s.request.stream_id, s.choice_index) for s in engine.scheduler.waiting] == [
+        (0, 0),
+        (1, 1),
+        (2, 0),
+        (3, 0),
+    ]
+    run_and_verify(engine)
+
+
+def test_the_preempted_go_to_the_front_in_their_old_order() -> None:
+    engine = FakeEngine(max_num_seqs=3)
+    for stream in range(5):
+        engine.add(prompt(4, stream), forever(9))
+    engine.step()
+    engine.scheduler.preempt_all()
+    assert [s.request.stream_id for s in engine.scheduler.waiting] == [0, 1, 2, 3, 4]
     run_and_verify(engine)
 
 
@@ -191,10 +236,11 @@ def test_who_waits_for_a_prefix_lets_others_pass() -> None:
     engine = FakeEngine(num_blocks=100, budget=64, chunk=16, max_num_seqs=4)
     engine.add(prompt(4, 30), forever(30))
     engine.step()
-    for tokens in (prompt(100), prompt(100), prompt(20, 40)):
+    for tokens in (prompt(100), prompt(100), prompt(100), prompt(20, 40), prompt(5, 41), prompt(5, 42)):
         engine.add(tokens, forever(2))
     engine.step()
-    assert [s.request.stream_id for s in engine.scheduler.running] == [0, 1, 3]
+    assert [s.request.stream_id for s in engine.scheduler.running] == [0, 1, 4, 5]
+    assert [s.request.stream_id for s in engine.scheduler.waiting] == [2, 3, 6], "nobody loses a place"
     run_and_verify(engine)
     assert max(s.num_cached_tokens for s in engine.finished) == 96
 
@@ -259,6 +305,9 @@ def test_the_prompt_of_n_choices_is_computed_once(length: int, depth: int, prefi
 def test_choices_without_a_row_run_later_on_the_cached_prompt() -> None:
     engine = FakeEngine(max_num_seqs=2)
     engine.add(prompt(65), forever(3, n=6))
+    engine.step()
+    engine.step()
+    assert [s.choice_index for s in engine.scheduler.waiting] == [2, 3, 4, 5]
     run_and_verify(engine)
     assert engine.runner.num_computed_tokens == 65 + 4 * 1 + 6 * 2
     stats = engine.scheduler.step_stats().cache
@@ -289,7 +338,19 @@ def test_under_pressure_the_youngest_gives_way_and_all_texts_are_right(depth: in
         engine.add(prompt(20, stream), forever(100), stream=stream)
     run_and_verify(engine)
     assert engine.scheduler.step_stats().num_preemptions_total > 0
-    assert next(s for s in engine.finished if s.num_output_tokens).num_preemptions == 0, "the oldest never does"
+    assert engine.requests[0, 0][0].sequences[0].num_preemptions == 0, "the oldest never does"
+
+
+def test_blocks_on_their_way_back_count_before_anybody_is_preempted() -> None:
+    engine = FakeEngine(num_blocks=16, depth=2, budget=512)
+    for stream, length in enumerate((60, 60, 76)):
+        engine.add(prompt(length, stream), forever(30))
+    for _ in range(21):  # until all three stand at the end of a block
+        engine.step()
+    assert engine.scheduler.manager.num_free_blocks == 0
+    engine.abort(2)
+    run_and_verify(engine)
+    assert engine.scheduler.step_stats().num_preemptions_total == 0
 
 
 def test_preempting_again_and_again_loses_no_token() -> None:
