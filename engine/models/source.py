@@ -132,5 +132,6 @@ def _hub(model: str, load_format: LoadFormat, allow_download: bool) -> Source:
 
 
 def _first_line(error: Exception) -> str:
+    """The first sentence of an error that others raised, without its full stop."""
     text = str(error).strip()
-    return (text.splitlines()[0].rstrip(".:") if text else type(error).__name__)[:200]
+    return (text.splitlines()[0].split(". ")[0].rstrip(".:") if text else type(error).__name__)[:200]
