@@ -15,6 +15,11 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 const float kNegativeInfinity = -__builtin_inff();
 
+// What turns a score (or, with a softcap, the tanh of one) into an exponent of two.
+inline float exponent_factor(const AttentionArgs& args) {
+  return (args.softcap > 0 ? args.softcap : args.scale) * kLog2e;
+}
+
 // Where an item's rows live while it is worked on. Rows are 256 words apart in `scores`.
 struct Scratch {
   float* query;
@@ -67,6 +72,8 @@ inline Scratch lay_out(char* memory, const Item& item) {
 template <typename T>
 void gather_query(const Item& item, const Scratch& scratch) {
   const AttentionArgs& args = item.args;
+  const int64_t row_bytes = scratch.query_stride * 4;
+  if (T::whole_tiles) __builtin_memset(scratch.query, 0, padded_rows(item.rows) * row_bytes);
   for (int64_t row = 0; row < item.rows; ++row) {
     float* to = scratch.query + row * scratch.query_stride;
     const int64_t from = (item.first_token + item.query_of(row)) * args.query_token_stride +
@@ -77,7 +84,6 @@ void gather_query(const Item& item, const Scratch& scratch) {
     }
     const uint16_t* bits = reinterpret_cast<const uint16_t*>(args.query) + from;
     if (T::words_per_step == 1) {
-      __builtin_memset(to, 0, scratch.query_stride * 4);  // whole AMX tiles
       __builtin_memcpy(to, bits, args.key_dim * 2);
     } else {
       for (int64_t d = 0; d < args.key_dim; ++d) to[d] = bf16_to_float(bits[d]);
@@ -129,7 +135,6 @@ void softmax_row(const AttentionArgs& args, float* row, int64_t columns, int64_t
                  float* sum) {
   for (int64_t i = 0; i < begin; ++i) row[i] = kNegativeInfinity;
   for (int64_t i = end; i < columns; ++i) row[i] = kNegativeInfinity;
-  float factor = args.scale * kLog2e;
   if (args.softcap > 0) {
     const Vec inner = splat(args.scale / args.softcap);
     for (int64_t i = begin / kLanes * kLanes; i < end; i += kLanes) {
@@ -137,18 +142,17 @@ void softmax_row(const AttentionArgs& args, float* row, int64_t columns, int64_t
       const Vec capped = tanh(raw * inner);
       store(row + i, raw == splat(kNegativeInfinity) ? raw : capped);
     }
-    factor = args.softcap * kLog2e;
   }
   Vec high = splat(kNegativeInfinity);
   for (int64_t i = 0; i < columns; i += kLanes) high = larger(load(row + i), high);
-  float top = max_lanes(high) * factor;
+  float top = max_lanes(high);
   if (top == kNegativeInfinity) top = __builtin_nanf("");  // a row with keys and no finite score is broken, not empty
   *maximum = top;
-  const Vec scale = splat(factor), shift = splat(-top);
+  const Vec factor = splat(exponent_factor(args)), shift = splat(top);
   Vec total[16 / kLanes] = {};
   for (int64_t i = 0; i < columns; i += 16) {
     for (int64_t v = 0; v < 16 / kLanes; ++v) {
-      const Vec p = exp2_nonpositive(fused(load(row + i + v * kLanes), scale, shift));
+      const Vec p = exp2_nonpositive((load(row + i + v * kLanes) - shift) * factor);
       total[v] = total[v] + p;
       put_probabilities<T>(row, i + v * kLanes, p);
     }
@@ -197,7 +201,7 @@ void attend_split(const Item& item, int64_t split, const Scratch& scratch, const
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
 
 // Adds one split's rows to what the splits to its left gave.
-void merge(int64_t rows, int64_t value_stride, const Rows& split, const Rows& merged) {
+void merge(int64_t rows, int64_t value_stride, float factor, const Rows& split, const Rows& merged) {
   for (int64_t row = 0; row < rows; ++row) {
     const float right = split.maximum[row], left = merged.maximum[row];
     if (right == kNegativeInfinity) continue;
@@ -210,7 +214,7 @@ void merge(int64_t rows, int64_t value_stride, const Rows& split, const Rows& me
       continue;
     }
     const float top = right > left ? right : left;
-    const float keep = exp2_scalar(left - top), add = exp2_scalar(right - top);
+    const float keep = exp2_scalar((left - top) * factor), add = exp2_scalar((right - top) * factor);
     merged.maximum[row] = top;
     merged.sum[row] = merged.sum[row] * keep + split.sum[row] * add;
     const Vec keeps = splat(keep), adds = splat(add);
@@ -230,7 +234,7 @@ void finish(const Item& item, const Rows& merged) {
     if (seen) {
       float sum = merged.sum[row], rescale = 1.0f;
       if (args.sinks != nullptr) {
-        const float sink = args.sinks[item.head_of(row)] * kLog2e, left = merged.maximum[row];
+        const float sink = args.sinks[item.head_of(row)] * kLog2e, left = merged.maximum[row] * exponent_factor(args);
         const float top = sink > left ? sink : left;
         rescale = exp2_scalar(left - top);
         sum = sum * rescale + exp2_scalar(sink - top);
@@ -252,6 +256,7 @@ void finish(const Item& item, const Rows& merged) {
 
 template <typename T>
 void attend_item(const Item& item, char* memory) {
+  const AttentionArgs& args = item.args;
   const Scratch scratch = lay_out(memory, item);
   gather_query<T>(item, scratch);
   if (item.item.partials != nullptr) {
@@ -263,7 +268,7 @@ void attend_item(const Item& item, char* memory) {
   for (int64_t row = 0; row < item.rows; ++row) merged.maximum[row] = kNegativeInfinity;
   for (int64_t index = item.item.split_begin; index < item.item.split_end; ++index) {
     attend_split<T>(item, index, scratch, split);
-    merge(item.rows, item.value_stride, split, merged);
+    merge(item.rows, item.value_stride, exponent_factor(args), split, merged);
   }
   finish(item, merged);
 }
@@ -285,7 +290,7 @@ void merge_splits(const AttentionArgs& args, const AttentionItem& work, int64_t 
   for (int64_t row = 0; row < item.rows; ++row) merged.maximum[row] = kNegativeInfinity;
   for (int64_t index = work.split_begin; index < work.split_end; ++index) {
     float* partial = work.partials + (index - work.split_begin) * partial_stride;
-    merge(item.rows, item.value_stride, rows_of(partial, item.rows, item.value_stride), merged);
+    merge(item.rows, item.value_stride, exponent_factor(args), rows_of(partial, item.rows, item.value_stride), merged);
   }
   finish(item, merged);
 }

@@ -39,7 +39,7 @@ struct AttentionItem {
   float* partials;  // null: merge as we go and write the output; else where this item's one split goes
 };
 
-// One row's result of one split: its maximum (base-2 logarithm, -inf: no key), sum and weighted values.
+// One row's result of one split: its largest score (-inf: no key), sum and weighted values.
 inline int64_t padded_value_dim(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
 inline int64_t partial_floats(int64_t value_dim) { return padded_value_dim(value_dim) + 16; }
 

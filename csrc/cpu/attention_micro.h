@@ -30,6 +30,7 @@ constexpr int64_t kVecsPerGroup = 16 / kLanes;
 constexpr int64_t kTableTiles = kSplitTiles + kMaxSpan;  // tile lists end with what follows, for fetching ahead
 
 struct F32 {
+  static constexpr bool whole_tiles = false;  // rows are computed 16 at a time
   static constexpr int64_t words_per_step = 1;  // words of a query row or of probabilities per step
   static constexpr int64_t steps_per_tile = 16;
   struct Column {
@@ -40,6 +41,7 @@ struct F32 {
 };
 
 struct Split {
+  static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 2;
   static constexpr int64_t steps_per_tile = 8;
   struct Column {
@@ -53,6 +55,7 @@ struct Split {
 
 #if defined(__AVX512BF16__)
 struct Dot {
+  static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 1;
   static constexpr int64_t steps_per_tile = 8;
   struct Column {

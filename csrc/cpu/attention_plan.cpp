@@ -74,7 +74,7 @@ void run_attention(const KernelTable& table, const AttentionArgs& args, int64_t 
     drain(threads, count, scratch_bytes, [&](int64_t i, char* scratch) { table.attend(args, items[i], scratch); });
     return;
   }
-  const int64_t floats = max_rows * partial_floats(args.value_dim);
+  const int64_t floats = padded_rows(max_rows) * partial_floats(args.value_dim);
   int64_t total = 0;
   for (const AttentionItem& item : items) total += item.split_end - item.split_begin;
   const AlignedBytes memory = allocate(std::max<int64_t>(total, 1) * floats * 4);
