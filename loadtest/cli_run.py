@@ -14,7 +14,7 @@ from loadtest.client import Target
 from loadtest.lengths import Lengths, UsageError, fixed, parse_lengths
 from loadtest.machine import describe_machine
 from loadtest.measure import Plan, measure
-from loadtest.prompts import prompt_source
+from loadtest.prompts import PromptSource, prompt_source
 from loadtest.summary import parse_objective
 from loadtest.table import result_table
 from loadtest.trace import read_trace, trace_sessions
@@ -98,6 +98,14 @@ def shaped_workload(arguments: argparse.Namespace) -> Workload:
     return workload
 
 
+def source_of(arguments: argparse.Namespace) -> PromptSource:
+    """Raises UsageError where ids cannot be sent."""
+    source = prompt_source(arguments.prompts)
+    if arguments.endpoint == "chat" and arguments.prompts != "text":
+        raise UsageError("A chat sends words, so --endpoint chat needs --prompts text.")
+    return source
+
+
 def open_transport(arguments: argparse.Namespace) -> Transport:
     if arguments.transport == "httpx":
         return HttpxTransport(arguments.url, api_key=arguments.api_key)
@@ -123,7 +131,7 @@ async def open_target(transport: Transport, arguments: argparse.Namespace) -> Ta
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Sessions and arrival times. Raises UsageError."""
-    source, objective = prompt_source(arguments.prompts), parse_objective(arguments.slo)
+    source, objective = source_of(arguments), parse_objective(arguments.slo)
     description: dict[str, Any] = {"url": arguments.url, "seed": arguments.seed, "machine_is": describe_machine()}
     if arguments.trace is not None:
         requests = read_trace(arguments.trace)

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.arrivals import KINDS, arrival_times
-from loadtest.cli_run import add_shape_arguments, add_target_arguments, open_target, open_transport, shaped_workload
+from loadtest.cli_run import (
+    add_shape_arguments,
+    add_target_arguments,
+    open_target,
+    open_transport,
+    shaped_workload,
+    source_of,
+)
 from loadtest.lengths import UsageError
 from loadtest.machine import describe_machine
 from loadtest.measure import Plan, measure
-from loadtest.prompts import prompt_source
 from loadtest.table import grid
 
 FRACTIONS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15, 1.4)
@@ -41,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 async def command(arguments: argparse.Namespace) -> int:
     """Exit code 1 if no request succeeded."""
-    workload, source = shaped_workload(arguments), prompt_source(arguments.prompts)
+    workload, source = shaped_workload(arguments), source_of(arguments)
     transport = open_transport(arguments)
     try:
         target = await open_target(transport, arguments)

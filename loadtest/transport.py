@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from loadtest.lengths import UsageError
@@ -115,8 +115,7 @@ class _Connection(asyncio.Protocol):
         self._events: EventSplitter | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # other event loops have classes of their own
 
     def begin(self, head: bytes, body: bytes, record: RequestRecord) -> asyncio.Future[None]:
         assert self.transport is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -187,3 +189,17 @@ def test_cpu_marks() -> None:
     while CpuMark.now().moment_s < end:
         pass
     assert 0.3 < CpuMark.now().cores_since(before) <= (os.cpu_count() or 1) * 1.2
+
+
+def test_sigterm_ends_the_servers_it_started(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path / "s.toml", [row("one", 0.05), row("two", 0.05)])
+    words = [sys.executable, "-m", "loadtest", "compare", str(spec), "--logs", str(tmp_path)]
+    with subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "warming" not in process.stderr.readline():
+            pass
+        servers = [pid for pid in process_tree(process.pid) if pid != process.pid]
+        assert len(servers) == 2
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in servers)

@@ -256,7 +256,13 @@ async def test_run_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     "flags",
-    [["run", "--workload", "W9"], ["run", "--url", "nowhere"], ["run", "--prompts", "ids:9:3"], ["run", "--n", "0"]],
+    [
+        ["run", "--workload", "W9"],
+        ["run", "--url", "nowhere"],
+        ["run", "--prompts", "ids:9:3"],
+        ["run", "--n", "0"],
+        ["run", "--endpoint", "chat"],
+    ],
 )
 def test_bad_usage_is_one_sentence(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(flags) == 2
