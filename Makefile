@@ -14,7 +14,7 @@ PIP_ARGS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 CSRC := $(shell find csrc -type f)
 
 .PHONY: setup serve test check lint clean

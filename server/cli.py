@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +22,7 @@ from server.settings import (
     env_of,
     flag_of,
     is_list,
+    key_in_environment,
     load,
     meta,
     set_thread_environment,
@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """argv: without the program's name; None takes the process's.
 
     Returns the exit code: 0, 1 when something failed, 2 for a wrong command line."""
-    started_s = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         match given.pop("command"):
             case "serve":
-                return _serve(_settings(given), started_s)
+                return _serve(_settings(given))
             case "check":
                 return _check(_settings(given), given["lengths"])
             case _:
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- commands -----------------------------------------------------------------------------------------------------
 
 
-def _serve(settings: Settings, started_s: float) -> int:
+def _serve(settings: Settings) -> int:
     """Parse (done), bind, look at the model, set thread variables, only then import torch."""
     from server import logs, preflight
 
@@ -93,7 +92,7 @@ def _serve(settings: Settings, started_s: float) -> int:
     except ImportError:  # there is no uvloop for Windows
         loop_factory = None
     try:
-        code = lifecycle.serve(settings, lambda: AsyncEngine(config), listener, started_s, loop_factory)
+        code = lifecycle.serve(settings, lambda: AsyncEngine(config), listener, loop_factory)
     except StartError as error:
         print(f"pagemill: {error}", file=sys.stderr)
         code = 1
@@ -119,6 +118,7 @@ def _check(settings: Settings, lengths: Sequence[int]) -> int:
 def _chat(given: dict[str, Any]) -> int:
     from server import chat_client
 
+    given["api_key"] = given["api_key"] or key_in_environment()
     return chat_client.run(chat_client.Options(**given))
 
 
@@ -151,7 +151,7 @@ def build_parser() -> Parser:
         help="sequence lengths (tokens) to tell the concurrency for (default: 512,2048,8192)",
     )
     chat.add_argument("--base-url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    chat.add_argument("--api-key", default=None, help="the server's key")
+    chat.add_argument("--api-key", default=None, help="the server's key [PAGEMILL_API_KEY]")
     chat.add_argument("--model", default=None, help="name of the model (default: the server's first)")
     chat.add_argument("--system", default=None, help="system message")
     chat.add_argument("--temperature", type=float, default=None, help="(default: the model's)")

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -35,6 +36,7 @@ logger = logging.getLogger("pagemill.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 TICK_S = 0.25  # how often lag is measured
 STALL_TICKS = 4  # connections are looked at on every fourth of them
+ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed on by make, is one signal
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 
@@ -49,15 +51,13 @@ class Server(uvicorn.Server):
 class Lifecycle:
     """run() serves until a signal or the engine's death and returns the exit code."""
 
-    def __init__(self, settings: Settings, engine: Engine, listener: socket.socket, started_s: float) -> None:
-        """started_s: time.monotonic() when the process began, for the start-up account."""
+    def __init__(self, settings: Settings, engine: Engine, listener: socket.socket) -> None:
         self._settings = settings
         self._engine = engine
         self._listener = listener
-        self._started_s = started_s
+        self._signalled_s: float | None = None
         self._ending = asyncio.Event()
         self._exit_code = 0
-        self._failure: str | None = None
 
     async def run(self) -> int:
         """Raises StartError if the model cannot be loaded."""
@@ -125,11 +125,14 @@ class Lifecycle:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._ending.is_set():
+        if self._signalled_s is not None:
+            if time.monotonic() - self._signalled_s < ECHO_S:
+                return
             logger.warning("second signal: ending at once")
             logging.shutdown()
             os._exit(1)
         logger.info("signal", extra={"fields": {"name": number.name}})
+        self._signalled_s = time.monotonic()
         self._ending.set()
 
     def _server_config(self, app: FastAPI, metrics: Metrics) -> ServerConfig:
@@ -173,8 +176,8 @@ class Lifecycle:
         logger.info(f"ready: serving {names} on http://{shown}:{port}")
 
     def _times(self, info: ModelInfo, imported_s: float) -> dict[str, object]:
-        now = time.monotonic()
-        parts = {"imports": imported_s - self._started_s, **info.load_seconds, "total": now - self._started_s}
+        started_s = process_started_s()
+        parts = {"imports": imported_s - started_s, **info.load_seconds, "total": time.monotonic() - started_s}
         return {name: round(seconds, 2) for name, seconds in parts.items()}
 
 
@@ -229,16 +232,26 @@ def serve(
     settings: Settings,
     make_engine: Callable[[], Engine],
     listener: socket.socket,
-    started_s: float,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
 ) -> int:
     """Serve until told to end; returns the exit code. Raises StartError."""
 
     async def main() -> int:
-        return await Lifecycle(settings, make_engine(), listener, started_s).run()
+        return await Lifecycle(settings, make_engine(), listener).run()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
+
+
+def process_started_s() -> float:
+    """time.monotonic() at the moment the process was created; where the system does not tell, now."""
+    now = time.monotonic()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return now
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return now - age_s
 
 
 def leave(code: int) -> None:

@@ -237,6 +237,11 @@ def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
         raise SettingsError(_sentence(error, flags, config)) from None
 
 
+def key_in_environment() -> str | None:
+    """The first of PAGEMILL_API_KEY's keys: for a client beside the server, so that no key stands in a command."""
+    return os.environ.get(ENV_PREFIX + "API_KEY", "").split(",")[0].strip() or None
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -210,7 +210,6 @@ def main() -> None:
     parser.add_argument("--hung", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
-    started_s = time.monotonic()
     values = dict(item.split("=", 1) for item in arguments.set)
     chosen = settings.load({"port": arguments.port, **values})
     logs.configure(chosen.log_level, chosen.log_format)
@@ -226,7 +225,7 @@ def main() -> None:
         return engine
 
     try:
-        code = lifecycle.serve(chosen, make, lifecycle.bind(chosen), started_s, None)
+        code = lifecycle.serve(chosen, make, lifecycle.bind(chosen), None)
     except StartError as error:
         print(f"pagemill: {error}", file=sys.stderr)
         code = 1

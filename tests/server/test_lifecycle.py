@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from engine.config import StartError
 from server import lifecycle
 from server.settings import load
-from tests.server.process import ServerProcess, stub_server
+from tests.server.process import ROOT, ServerProcess, stub_server
 
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
 
@@ -117,7 +119,8 @@ async def test_a_second_signal_ends_at_once(log: Path) -> None:
             streamed = asyncio.create_task(stream(client, max_tokens=4000))
             await asyncio.sleep(0.3)
             server.signal()
-            await asyncio.sleep(0.3)
+            server.signal()  # passed on by a parent: still the first
+            await asyncio.sleep(0.5)
             assert server.process.poll() is None
             server.signal()
             assert await asyncio.to_thread(server.wait, 2.0) == 1
@@ -158,6 +161,14 @@ async def test_gauges_fall_to_zero_when_clients_leave(log: Path) -> None:
         assert "pagemill_num_requests_running 0.0" in text
         assert "pagemill_client_disconnects_total 5.0" in text
         assert "pagemill_http_in_flight 1.0" in text, "only the request for /metrics itself"
+
+
+def test_the_process_knows_when_it_was_created() -> None:
+    program = "import time; time.sleep(0.5); from server.lifecycle import process_started_s as started; "
+    program += "print(time.monotonic() - started())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.5 <= float(done.stdout) <= time.monotonic() - began + 0.02
 
 
 def test_a_taken_port_is_one_sentence() -> None:
