@@ -63,11 +63,15 @@ class ChatTemplate:
         texts = sorted(filter(None, set(control_texts)), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._source_chars = frozenset(source)
+        # "developer" is OpenAI's newer name of the system role; few models were trained with it
+        self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
         """The text the template makes of `messages`, up to where the assistant begins to speak.
 
         Raises ChatTemplateError for everything that goes wrong inside."""
+        if not self._knows_developer:
+            messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
         try:
             text: str = self._template.render(
                 messages=messages,
@@ -82,7 +86,7 @@ class ChatTemplate:
             raise ChatTemplateError("The model's chat template cannot handle these messages.") from None
         return text
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], check_length: Callable[[str], None]) -> list[int]:
+    def encode(self, messages: Sequence[dict[str, Any]], check_length: Callable[[str], None]) -> list[int]:
         """Token ids of the rendered messages. check_length: sees the rendered text before it is tokenised.
 
         Raises ChatTemplateError and what check_length raises."""
@@ -91,9 +95,7 @@ class ChatTemplate:
         except RecursionError:
             raise ChatTemplateError("The messages are nested too deeply.") from None
 
-    def _encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], check_length: Callable[[str], None]
-    ) -> list[int]:
+    def _encode_messages(self, messages: Sequence[dict[str, Any]], check_length: Callable[[str], None]) -> list[int]:
         control = self._control
         leaves = list(_leaves(messages))
         found = {match for leaf in leaves for match in control.findall(leaf)} if control is not None else set()

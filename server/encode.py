@@ -6,7 +6,7 @@ those of the longest token), so that a huge text costs nothing, and by tokens af
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,7 @@ class PromptEncoder:
             encoded.append(token_ids)
         return encoded
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], num_output: int) -> list[int]:
+    def messages(self, messages: Sequence[dict[str, Any]], num_output: int) -> list[int]:
         """Token ids of a conversation through the model's chat template."""
         template = self._chat_template
         try:

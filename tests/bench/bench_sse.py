@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from engine.outputs import SequenceOutput
+from engine.outputs import FinishReason, SequenceOutput
 from engine.sampling_params import SamplingParams
 from engine.stream import GenerationStream
 from server.app import create_app
@@ -49,7 +49,7 @@ class StepEngine(FakeEngine):
         for number in range(1, limit + 1):
             await asyncio.sleep(self._step_s)
             began = time.perf_counter()
-            reason = "length" if number == limit else None
+            reason: FinishReason | None = "length" if number == limit else None
             output = SequenceOutput(0, 0, token_ids=(97 + number % 26,), logprobs=(-0.5,), finish_reason=reason)
             for open_stream, _ in streams:
                 open_stream.put((output,))

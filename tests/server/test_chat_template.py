@@ -97,6 +97,12 @@ def test_what_goes_wrong_inside_is_a_template_error(source: str, said: str) -> N
         encode(user("a"), source)
 
 
+def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
+    messages = [{"role": "developer", "content": "d"}]
+    assert template("{{ messages[0].role }}").render(messages) == "system"
+    assert template("{# developer #}{{ messages[0].role }}").render(messages) == "developer"
+
+
 def test_a_broken_template() -> None:
     with pytest.raises(ChatTemplateError, match="cannot be read"):
         template("{% for %}")
