@@ -67,14 +67,14 @@ class Tokenizer:
             with BOS and may contain control tokens gets no second one.
         allow_special: control-token text becomes the control token (templates, raw completion prompts); otherwise it
             is spelled out in ordinary tokens and cannot steer the model's format (chat content).
-        Lone surrogates become U+FFFD. Safe to call from several threads.
+        Lone surrogates become U+FFFD. Safe to call from several threads, and other threads run meanwhile.
         """
         text = _well_formed(text)
         if not allow_special:
-            return list(self._without_control.encode(text, add_special_tokens=add_special_tokens).ids)
+            return _encode(self._without_control, text, add_special_tokens)
         if add_special_tokens and self._bos_text is not None and text.startswith(self._bos_text):
             text = text[len(self._bos_text) :]
-        return list(self._with_control.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _encode(self._with_control, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`, each token's bytes taken as they are (a leading blank stays). Bytes that are no UTF-8
@@ -152,6 +152,13 @@ def _without_control(backend: Backend, added: Mapping[int, AddedToken], control:
         plain.post_processor = backend.post_processor
     plain.encode_special_tokens = True
     return plain
+
+
+def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+    """The library's batch call gives up the interpreter lock while it works, its single call does not: a long prompt
+    would stop the event loop for seconds, from whatever thread."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _well_formed(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import run
@@ -118,6 +119,18 @@ def test_threads_share_one_tokenizer() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(both, texts)) == alone
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    text = " abacus" * 60_000
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(BYTE_LEVEL.encode, text)
+        turns = 0
+        while not running.done():
+            turns += 1
+            time.sleep(0)
+    assert turns > 20  # a call that holds the interpreter lock lets this thread in once or twice
+    assert len(running.result()) > len(text) // 2
 
 
 def test_named_templates() -> None:
