@@ -115,7 +115,18 @@ def _attach_cache(layer: PagedLayer, num_blocks: int, dtype: torch.dtype) -> Non
 
 
 def check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
-    """The first half. Raises StartError if the paged model differs from transformers' or the control does not."""
+    """The first half. Raises StartError if the paged model differs from transformers' or the control does not.
+
+    Runs on one thread: the arrays are so small that waiting for a second one is all it would do."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _check_in_small(config, backend)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
     tokens = _tokens(NUM_TOKENS)
     tree, expected = _small_model(config, tokens)
     other = _tokens(NUM_TOKENS - 9, seed=12)
