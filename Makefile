@@ -21,6 +21,7 @@ CSRC := $(shell find csrc -type f)
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.demo
+	@:
 
 serve: setup
 	@exec $(BIN)/pagemill serve $(ARGS)
