@@ -1,8 +1,11 @@
 """Opens the tokenizer that belongs to a model: from a folder's JSON files or from GGUF metadata.
 
 Also gathers what else speaks of tokens there: the chat templates, the texts of BOS, EOS and their like, and the ids
-that end a text, which models spread over up to four places. No torch, no transformers, no code from the folder: a
-tokenizer that exists as Python code or as a SentencePiece model only is refused with the way to convert it.
+that end a text, which models spread over up to four places. Whether a text gets a BOS is what tokenizer.json's
+post-processor says; add_bos_token in tokenizer_config.json does not count, as in transformers 5.
+
+No torch, no transformers, no code from the folder: a tokenizer that exists as Python code or as a SentencePiece model
+only is refused with the way to convert it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from engine.config import StartError
 from engine.gguf_tokenizer import build_backend
@@ -84,8 +86,6 @@ def _from_folder(folder: Path, named: tuple[Any, ...]) -> Tokenizer:
         if text is not None:
             texts[name] = text
     bos, eos = (backend.token_to_id(texts[name]) if name in texts else None for name in ("bos_token", "eos_token"))
-    if config.get("add_bos_token") is True and bos is not None:
-        _ensure_bos(backend, texts["bos_token"], bos)
     return Tokenizer(
         backend,
         bos_token_id=bos,
@@ -114,14 +114,6 @@ def _backend(folder: Path) -> Backend:
     backend.no_truncation()  # settings of somebody's training run that some files carry along
     backend.no_padding()
     return backend
-
-
-def _ensure_bos(backend: Backend, text: str, token_id: int) -> None:
-    """tokenizer_config asks for BOS, but the post-processor in tokenizer.json does not put it."""
-    if backend.encode("", add_special_tokens=True).ids[:1] != [token_id]:
-        added = processors.TemplateProcessing(single=f"{text}:0 $A:0", special_tokens=[(text, token_id)])
-        kept = backend.post_processor
-        backend.post_processor = added if kept is None else processors.Sequence([kept, added])
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

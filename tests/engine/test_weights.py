@@ -226,7 +226,10 @@ def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     assert dict(tokenizer.chat_templates) == {"default": "new", "tool_use": "tools"}
     assert tokenizer.special_tokens == {"bos_token": "<|start|>", "eos_token": "<|end|>"}
     ids = tokenizer.encode("hello")
-    assert (ids[0], tokenizer.decode(ids)) == (1, "hello")
+    assert (1 in ids, tokenizer.decode(ids)) == (False, "hello")  # the post-processor decides, and there is none
+    byte_level(adds_bos=True)._with_control.save(str(path / "tokenizer.json"))
+    with_bos = open_tokenizer(source, hf_config=CONFIG, generation_config={})
+    assert with_bos.encode("hello") == with_bos.encode("<|start|>hello", allow_special=True) == [1, *ids]
 
 
 # ---- GGUF files and their cache
