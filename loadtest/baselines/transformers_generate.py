@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 def load(source: Path, save_to: Path | None) -> Any:
-    """A model folder or a GGUF file (dequantised), bfloat16, sdpa. save_to: also write it there as a folder."""
+    """A model folder or a GGUF file (dequantised; transformers wants the package accelerate for that), bfloat16,
+    sdpa. save_to: also write it there as a folder."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     if source.suffix == ".gguf":
-        options["gguf_file"] = source.name
+        options |= {"gguf_file": source.name, "quantization_config": GgufConfig(dequantize=True)}
         source = source.parent
     model = AutoModelForCausalLM.from_pretrained(source, **options).eval()
     if save_to is not None:
