@@ -116,8 +116,8 @@ class Scheduler:
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
         step = StepPlan(now, self._config.max_num_batched_tokens)
-        if self._schedule_running(step):
-            self._schedule_waiting(step)
+        self._schedule_running(step)
+        self._schedule_waiting(step)
         for sequence in reversed(step.overflow):
             self.waiting.appendleft(sequence)
         if not step.rows:
@@ -141,9 +141,8 @@ class Scheduler:
             rows=tuple(step.rows),
         )
 
-    def _schedule_running(self, step: StepPlan) -> bool:
-        """Oldest first; part of the budget is kept for those that need one token. False after a preemption."""
-        num_preemptions = self._num_preemptions
+    def _schedule_running(self, step: StepPlan) -> None:
+        """Oldest first; part of the budget is kept for those that need one token."""
         step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)
         unserved = step.num_decoding
         for sequence in tuple(self.running):
@@ -153,31 +152,24 @@ class Scheduler:
             if num_tokens == 1:
                 unserved -= 1
             num_tokens = self._chunk(step, num_tokens, step.budget - unserved)
-            if num_tokens > 0 and (num_tokens := self._make_room(sequence, num_tokens)):
+            if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 self._add(step, sequence, num_tokens)
         self.running += step.forked
         step.forked.clear()
-        return num_preemptions == self._num_preemptions
 
     def _chunk(self, step: StepPlan, num_tokens: int, budget: int) -> int:
         limit = self._config.max_chunk_tokens if step.num_decoding else budget
         return min(num_tokens, budget, limit)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> int:
-        """Allocate slots for up to num_tokens tokens; returns how many. Younger sequences give way, the youngest
-        itself takes what is there and else stands still, as the older ones go on and will free memory."""
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate slots for the tokens. Younger sequences give way; the youngest itself stands still, as the older
+        ones go on and will free memory."""
         while not self.manager.allocate_slots(sequence, num_tokens):
-            if self._rows.num_releasing:  # blocks come back when a step in flight retires
-                return 0
             victim = self.running[-1]
-            if victim is not sequence:
-                self._preempt(victim)
-                continue
-            fitting = self.manager.num_tokens_that_fit(sequence)
-            if not 0 < fitting < num_tokens:
-                return 0
-            num_tokens = fitting
-        return num_tokens
+            if victim is sequence or self._rows.num_releasing:  # blocks come back when a step in flight retires
+                return False
+            self._preempt(victim)
+        return True
 
     def _schedule_waiting(self, step: StepPlan) -> None:
         manager = self.manager

@@ -161,11 +161,6 @@ class KVCacheManager:
                 self.allocator.fill(blocks[table[index]], min(size, end - index * size))
         return True
 
-    def num_tokens_that_fit(self, sequence: Sequence) -> int:
-        """Tokens the sequence could still compute with what is free, copy-on-write left aside."""
-        capacity = len(sequence.block_tables[0]) + self.allocator.num_free // self.num_groups
-        return capacity * self.block_size - sequence.position
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares every block of the parent."""
         for table in parent.block_tables:
