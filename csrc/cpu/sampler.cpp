@@ -28,7 +28,7 @@ struct Row {
 };
 
 size_t scratch_bytes(int64_t vocab, int64_t blocks) {
-  return size_t(blocks * 16 + vocab * 6 * 4 + 64);
+  return size_t(blocks * 16 + (vocab + 1) * 6 * 4);
 }
 
 Row make_row(int64_t vocab, char* scratch) {
@@ -43,9 +43,9 @@ Row make_row(int64_t vocab, char* scratch) {
   row.block_sums = reinterpret_cast<int64_t*>(take(row.blocks * 8));
   row.block_max = reinterpret_cast<float*>(take(row.blocks * 8));
   auto take_candidates = [&](Candidates& c) {
-    c.logit = reinterpret_cast<float*>(take(vocab * 4));
-    c.weight = reinterpret_cast<float*>(take(vocab * 4));
-    c.id = reinterpret_cast<int32_t*>(take(vocab * 4));
+    c.logit = reinterpret_cast<float*>(take((vocab + 1) * 4));
+    c.weight = reinterpret_cast<float*>(take((vocab + 1) * 4));
+    c.id = reinterpret_cast<int32_t*>(take((vocab + 1) * 4));
   };
   take_candidates(row.candidates);
   take_candidates(row.work);

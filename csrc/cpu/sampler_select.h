@@ -22,7 +22,7 @@ struct Rank {
   float logit;
   int32_t id;
   bool includes(float other_logit, int32_t other_id) const {
-    return other_logit > logit || (other_logit == logit && other_id <= id);
+    return (other_logit > logit) | ((other_logit == logit) & (other_id <= id));
   }
 };
 
@@ -34,10 +34,13 @@ struct CountWeight {
   int64_t operator()(const Candidates& c, int64_t i) const { return quantise(c.weight[i]); }
 };
 
-inline void append(Candidates& to, const Candidates& from, int64_t i) {
+// Appends candidate i of `from` if `wanted`. Without a branch, which would be mispredicted: it is always written, and
+// the next one overwrites it. So `to` may be `from` itself, or has room for one more.
+PAGEMILL_INLINE void append_if(Candidates& to, const Candidates& from, int64_t i, bool wanted) {
   to.logit[to.count] = from.logit[i];
   to.weight[to.count] = from.weight[i];
-  to.id[to.count++] = from.id[i];
+  to.id[to.count] = from.id[i];
+  to.count += wanted;
 }
 
 inline void swap(Candidates& c, int64_t i, int64_t j) {
@@ -71,11 +74,17 @@ struct Bins {
   float top, scale;
   bool usable, equal;
   explicit Bins(const Candidates& c) {
-    float low = c.logit[0], high = c.logit[0];
-    for (int64_t i = 1; i < c.count; ++i) {
-      low = c.logit[i] < low ? c.logit[i] : low;
-      high = c.logit[i] > high ? c.logit[i] : high;
+    Vec highs = splat(c.logit[0]), negated_lows = -highs;
+    int64_t i = 0;
+    for (; i + kLanes <= c.count; i += kLanes) {
+      highs = larger(load(c.logit + i), highs);
+      negated_lows = larger(-load(c.logit + i), negated_lows);
     }
+    for (; i < c.count; ++i) {
+      highs = larger(splat(c.logit[i]), highs);
+      negated_lows = larger(splat(-c.logit[i]), negated_lows);
+    }
+    const float high = max_lanes(highs), low = -max_lanes(negated_lows);
     top = high;
     scale = float(kBins - 1) / (high - low);
     equal = high == low;
@@ -103,13 +112,12 @@ Rank last_of_prefix(const Candidates& from, Candidates work, int64_t target, Amo
     while (chosen < kBins - 1 && sums[chosen] < target) target -= sums[chosen++];
     const int64_t before_count = active.count;
     work.count = 0;
-    for (int64_t i = 0; i < before_count; ++i)
-      if (bins(active.logit[i]) == chosen) append(work, active, i);
+    for (int64_t i = 0; i < before_count; ++i) append_if(work, active, i, bins(active.logit[i]) == chosen);
     active = work;
   }
   if (active.logit != work.logit) {
     work.count = 0;
-    for (int64_t i = 0; i < active.count; ++i) append(work, active, i);
+    for (int64_t i = 0; i < active.count; ++i) append_if(work, active, i, true);
   }
   if (!ranked) rank_all(work);
   int64_t last = 0;
@@ -120,8 +128,7 @@ Rank last_of_prefix(const Candidates& from, Candidates work, int64_t target, Amo
 inline void keep(Candidates& c, const Rank& last) {
   const int64_t count = c.count;
   c.count = 0;
-  for (int64_t i = 0; i < count; ++i)
-    if (last.includes(c.logit[i], c.id[i])) append(c, c, i);
+  for (int64_t i = 0; i < count; ++i) append_if(c, c, i, last.includes(c.logit[i], c.id[i]));
 }
 
 }  // namespace
