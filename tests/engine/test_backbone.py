@@ -32,7 +32,10 @@ from tests.engine.tiny_configs import (
 from tests.models import MODELS, model_file
 
 NUM_TOKENS = 41  # five windows of eight and one
-BACKENDS: dict[str, type[ReferenceAttention] | type[NativeAttention]] = {"reference": ReferenceAttention, "native": NativeAttention}
+BACKENDS: dict[str, type[ReferenceAttention] | type[NativeAttention]] = {
+    "reference": ReferenceAttention,
+    "native": NativeAttention,
+}
 
 
 def in_chunks(backbone: Backbone, ids: list[int], size: int) -> Tensor:
