@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,7 @@ def test_the_second_start_maps_what_the_first_derived(
 
 
 def flip_a_byte(file: Path) -> None:
+    time.sleep(0.02)  # file times move in steps of a few milliseconds
     data = bytearray(file.read_bytes())
     data[-5] ^= 0xFF
     file.write_bytes(data)
