@@ -174,6 +174,7 @@ class Answer:
         stops = stops or (StopStrings(params.stop) if params.stop else None)
         self._assemblers = [Assembler(tokenizer, params, stops) for _ in range(len(prompt_lens) * params.n)]
         self._closed = False
+        self._failed = False
 
     @property
     def num_choices(self) -> int:
@@ -186,7 +187,11 @@ class Answer:
             index = output.prompt_index * self._n + output.choice_index
             assembler = self._assemblers[index]
             before = assembler.num_tokens
-            pieces = assembler.feed(output)
+            try:
+                pieces = assembler.feed(output)
+            except RequestFailed:
+                self._failed = True
+                raise
             if self._echo and pieces and (echo := self._echo.pop(index, None)) is not None:
                 pieces[0] = pieces[0]._replace(text=echo + pieces[0].text)
             taken.extend([(index, piece) for piece in pieces])
@@ -203,7 +208,13 @@ class Answer:
         if not self._closed:
             self._closed = True
             usage = self.usage()
-            self._observer.ended(usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens)
+            self._observer.ended(
+                usage.num_prompt_tokens,
+                usage.num_completion_tokens,
+                usage.num_cached_tokens,
+                num_unfinished=sum(assembler.finish_reason is None for assembler in self._assemblers),
+                failed=self._failed,
+            )
 
     def usage(self) -> Usage:
         return Usage(

@@ -37,12 +37,25 @@ class Observer:
             self._reasons.append(finish_reason)
             self._metrics.request_done(finish_reason, now - self._arrival_s)
 
-    def ended(self, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> None:
-        """The request is over, whole or not."""
+    def ended(
+        self,
+        num_prompt_tokens: int,
+        num_completion_tokens: int,
+        num_cached_tokens: int,
+        *,
+        num_unfinished: int,
+        failed: bool,
+    ) -> None:
+        """The request is over. num_unfinished: choices that did not come to an end, because the request failed or
+        because the client left."""
+        reason = "error" if failed else "abort"
+        for _ in range(num_unfinished):
+            self._reasons.append(reason)
+            self._metrics.request_done(reason, time.monotonic() - self._arrival_s)
         self._metrics.usage(num_prompt_tokens, num_completion_tokens, num_cached_tokens)
         self._log |= {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "cached_tokens": num_cached_tokens,
-            "finish": ",".join(sorted(set(self._reasons))) or "none",
+            "finish": ",".join(sorted(set(self._reasons))),
         }

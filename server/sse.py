@@ -53,8 +53,9 @@ async def collect(
             for index, piece in answer.take(outputs):
                 pieces[index].append(piece)
     except EngineError as error:
-        logger.error("request %s failed: %s", writer.id, error)
-        raise error_view(error) from error
+        told = error_view(error)
+        logger.log(_level(told), "request %s failed: %s", writer.id, error)
+        raise told from error
     finally:
         answer.close()
         watch.cancel()
@@ -68,6 +69,11 @@ async def _disconnect(receive: Receive) -> None:
     """Returns when the client has gone. The body was read before, so nothing else is awaited here."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _level(told: ApiError) -> int:
+    """A shutdown is no fault of ours."""
+    return logging.WARNING if told.status == 503 else logging.ERROR
 
 
 class EventStream(Response):
@@ -137,9 +143,9 @@ class EventStream(Response):
         self._last_write = time.monotonic()
 
     def _told(self, error: Exception) -> ApiError:
-        known = isinstance(error, EngineError)
-        logger.error("stream %s failed: %s", self._writer.id, error, exc_info=None if known else error)
         told = self._error_view(error)
+        trace = None if isinstance(error, EngineError) else error
+        logger.log(_level(told), "stream %s failed: %s", self._writer.id, error, exc_info=trace)
         self._metrics.error(told.status)
         return told
 

@@ -77,6 +77,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str, stream: bool) ->
     assert await client.metric("client_disconnects_total") == 1
     assert await client.metric("http_in_flight") == 0
     assert 0 < await client.metric("generation_tokens_total") <= engine.num_delivered_tokens
+    assert await client.metric('request_success_total{finished_reason="abort"}') == 1
 
 
 async def test_a_client_that_leaves_while_a_write_waits() -> None:
@@ -164,6 +165,7 @@ async def test_requests_cut_by_a_shutdown_are_told_so(stream: bool) -> None:
         assert client.sent[0]["status"] == 503
         error = json.loads(client.bodies[0])["error"]
     assert error["code"] == "server_shutting_down"
+    assert await client.metric('request_success_total{finished_reason="error"}') == 1
 
 
 async def test_metrics_count_what_usage_says() -> None:
