@@ -67,6 +67,8 @@ def read_spec(path: Path, overrides: Sequence[str] = (), only: Sequence[str] = (
     servers = tuple(server for server in servers if not only or server.name in only)
     names = [server.name for server in servers]
     baseline = table.get("baseline", names[0] if names else "")
+    if only and names and baseline not in names:
+        baseline = names[0]
     if len(set(names)) < len(names) or not names:
         raise UsageError("A spec needs at least one [[server]], and their names must differ.")
     if baseline not in names:
