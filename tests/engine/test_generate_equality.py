@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.models.source import resolve_source
+from engine.models.weights import open_weights
 from engine.sampling_params import SamplingParams
 from tests.engine.harness import Generated, Harness
 from tests.engine.preempting import load_preempting
@@ -51,13 +53,25 @@ def prompts_of(harness: Harness) -> list[list[int]]:
     return drawn + [tokenizer.encode(text) for text in TEXTS]
 
 
+def reference_model(path: Path) -> Any:
+    """transformers' own model, its own attention and cache, over the same float32 weights."""
+    weights = open_weights(resolve_source(str(path)))
+    config = AutoConfig.for_model(**weights.hf_config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    missing, unexpected = model.load_state_dict(dict(weights.tensors(torch.float32)), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}  # tied to the embedding
+    model.tie_weights()
+    return model.eval()
+
+
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def expected(request: pytest.FixtureRequest) -> tuple[Path, list[list[int]], list[list[int]]]:
     """(model file, prompts, what generate makes of them)."""
     path = model_file(request.param)
     with Harness(config_of(path)) as harness:
         prompts = prompts_of(harness)
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model = reference_model(path)
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
