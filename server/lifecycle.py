@@ -75,7 +75,7 @@ class Lifecycle:
             await asyncio.wait({loading, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-                gc.freeze()  # the imports leave 400,000 objects that never die; a walk over them stops all threads for 0.5 s
+                gc.freeze()  # 400,000 objects of the imports never die; a walk over them stops all threads for 0.5 s
                 self._announce(metrics, imported_s)
                 await self._serve_until_end(serving)
             await self._end(server)
