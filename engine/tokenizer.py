@@ -8,6 +8,7 @@ input, the same text as over the whole.
 
 from __future__ import annotations
 
+import re
 from codecs import utf_8_decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -21,6 +22,8 @@ from engine.stop_matcher import StopMatcher, StopStrings
 from engine.token_bytes import ByteTable
 
 __all__ = ["Detokenizer", "StopMatcher", "StopStrings", "Tokenizer"]
+
+_TAG = re.compile(r"[<\[{|].*[>\]}|]")
 
 
 class Tokenizer:
@@ -127,8 +130,10 @@ class Detokenizer:
 
 
 def _control_texts(added: Mapping[int, AddedToken], template: str) -> Iterator[str]:
+    """Added tokens that the template writes count only if they look like tags: Gemma adds line breaks too, and those
+    must stay themselves in content."""
     for token in added.values():
-        if token.special or token.content in template:
+        if token.special or (_TAG.fullmatch(token.content) and token.content in template):
             yield token.content
 
 
