@@ -11,6 +11,7 @@
 
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
+#include "layer_cases.h"
 
 namespace {
 
@@ -292,8 +293,9 @@ int run_level(const std::string& level) {
     if (!invariant) std::printf("%s: %s: a row's bits depend on its batch\n", level.c_str(), c.name);
     (close && invariant ? passed : failed) += 1;
   }
-  std::printf("level %s: %d passed, %d failed\n", level.c_str(), passed, failed);
-  return failed;
+  const int layers_failed = run_layer_cases(level);
+  std::printf("level %s: %d passed, %d failed; layers: %d failed\n", level.c_str(), passed, failed, layers_failed);
+  return failed + layers_failed;
 }
 
 }  // namespace
