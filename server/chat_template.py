@@ -5,6 +5,9 @@ And text that spells a control token ("<|im_end|>") stays text: before rendering
 messages is replaced by a private character that occurs nowhere else; the rendered text is cut at the template's own
 control tokens, the stretches that hold a private character get the string back and are encoded as plain text, all
 others as the template wrote them. Messages without such strings are encoded in one piece.
+
+In assistant messages only the vocabulary's special tokens are kept from coming alive: tags like "</think>", which
+templates look for in the assistant's earlier words, are what the model itself wrote.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -59,9 +63,9 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ChatTemplateError(f"The model's chat template cannot be read: {error.message}") from None
         self._tokenizer = tokenizer
-        # longest first, so that of two texts with one beginning the longer is found
-        texts = sorted(filter(None, set(control_texts)), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, texts))) if texts else None
+        texts = set(control_texts)
+        self._control = any_of(texts)
+        self._special = any_of(text for text in texts if _is_special(tokenizer, text))
         self._source_chars = frozenset(source)
         # "developer" is OpenAI's newer name of the system role; few models were trained with it
         self._knows_developer = "developer" in source
@@ -86,8 +90,9 @@ class ChatTemplate:
             raise ChatTemplateError("The model's chat template cannot handle these messages.") from None
         return text
 
-    def encode(self, messages: Sequence[dict[str, Any]], check_length: Callable[[str], None]) -> list[int]:
-        """Token ids of the rendered messages. check_length: sees the rendered text before it is tokenised.
+    def encode(self, messages: Sequence[dict[str, Any]], check_length: Callable[[int], None]) -> list[int]:
+        """Token ids of the rendered messages. check_length: told the characters of the messages, then those of the
+        rendered text, before work is spent on them.
 
         Raises ChatTemplateError and what check_length raises."""
         try:
@@ -95,22 +100,29 @@ class ChatTemplate:
         except RecursionError:
             raise ChatTemplateError("The messages are nested too deeply.") from None
 
-    def _encode_messages(self, messages: Sequence[dict[str, Any]], check_length: Callable[[str], None]) -> list[int]:
-        control = self._control
-        leaves = list(_leaves(messages))
-        found = {match for leaf in leaves for match in control.findall(leaf)} if control is not None else set()
-        if control is None or not found:
+    def _encode_messages(self, messages: Sequence[dict[str, Any]], check_length: Callable[[int], None]) -> list[int]:
+        leaves = [list(_leaves(message)) for message in messages]
+        check_length(sum(len(leaf) for each in leaves for leaf in each))
+        patterns = [self._special if m.get("role") == "assistant" else self._control for m in messages]
+        found = {text for p, each in zip(patterns, leaves, strict=True) for leaf in each for text in p.findall(leaf)}
+        if not found:
             text = self.render(messages)
-            check_length(text)
+            check_length(len(text))
             return self._encode(text, control_tokens=True)
-        private = self._private_characters(found, leaves)
-        restore = {character: text for text, character in private.items()}
-        hidden = _map_leaves(messages, lambda leaf: control.sub(lambda match: private[match[0]], leaf))
+        private = self._private_characters(found, [leaf for each in leaves for leaf in each])
+        hidden = [
+            _map_leaves(message, partial(pattern.sub, lambda match: private[match[0]]))
+            for message, pattern in zip(messages, patterns, strict=True)
+        ]
         rendered = self.render(hidden)
-        check_length(rendered)
+        check_length(len(rendered))
+        return self._encode_marked(rendered, {character: text for text, character in private.items()})
+
+    def _encode_marked(self, rendered: str, restore: Mapping[str, str]) -> list[int]:
+        """restore: private character -> the text it stands for, which is to be spelled out."""
         marks = re.compile("[" + "".join(restore) + "]")
         token_ids: list[int] = []
-        for stretch, is_plain in _stretches(rendered, control, marks):
+        for stretch, is_plain in _stretches(rendered, self._control, marks):
             text = marks.sub(lambda match: restore[match[0]], stretch) if is_plain else stretch
             token_ids += self._encode(text, control_tokens=not is_plain)
         return token_ids
@@ -128,6 +140,35 @@ class ChatTemplate:
         if len(found) < len(wanted):
             raise ChatTemplateError("The messages use too many of Unicode's private characters.")
         return dict(zip(wanted, found, strict=True))
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds any of `texts`, the longest where several begin; none at all if there are none.
+
+    Written as a tree by first characters: Gemma has 6,000 control tokens that begin with "<", and trying them one
+    after the other at each "<" of a text would take a second per 10,000 of them."""
+
+    def branch(words: Iterable[str]) -> str:
+        by_first: dict[str, list[str]] = {}
+        may_end = False
+        for word in words:
+            if word:
+                by_first.setdefault(word[0], []).append(word[1:])
+            else:
+                may_end = True
+        if not by_first:
+            return ""
+        body = "|".join(re.escape(first) + branch(rest) for first, rest in by_first.items())
+        if may_end:
+            return f"(?:{body})?"
+        return f"(?:{body})" if len(by_first) > 1 else body
+
+    return re.compile(branch(filter(None, texts)) or r"(?!)")
+
+
+def _is_special(tokenizer: Tokenizer, text: str) -> bool:
+    token_id = tokenizer.token_id(text)
+    return token_id is not None and tokenizer.is_special(token_id)
 
 
 def _stretches(rendered: str, control: re.Pattern[str], marks: re.Pattern[str]) -> Iterable[tuple[str, bool]]:

@@ -46,7 +46,7 @@ class PromptEncoder:
         """Token ids of a conversation through the model's chat template."""
         template = self._chat_template
         try:
-            token_ids = template.encode(messages, lambda text: self._check_characters(text, "messages"))
+            token_ids = template.encode(messages, lambda count: self._check_characters(count, "messages"))
         except ChatTemplateError as error:
             raise InvalidRequest(str(error), param="messages", code="invalid_messages") from None
         if not token_ids:
@@ -56,7 +56,7 @@ class PromptEncoder:
 
     def text(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Control tokens spelled in a raw prompt are recognised, as elsewhere: whoever sends one writes the format."""
-        self._check_characters(text, param)
+        self._check_characters(len(text), param)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=True)
 
     @cached_property
@@ -74,12 +74,12 @@ class PromptEncoder:
         longest = max(len(self._tokenizer.token_bytes(token_id)) for token_id in range(self._vocab_size))
         return self._max_model_len * max(longest, SHORTEST_LONGEST_TOKEN)
 
-    def _check_characters(self, text: str, param: str) -> None:
+    def _check_characters(self, count: int, param: str) -> None:
         # the vocabulary is only measured for a text that could be too long
-        if len(text) > self._max_model_len * SHORTEST_LONGEST_TOKEN and len(text) > self._max_characters:
+        if count > self._max_model_len * SHORTEST_LONGEST_TOKEN and count > self._max_characters:
             raise InvalidRequest(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, your {param} has "
-                f"{len(text)} characters, which is more than can fit. Please reduce its length.",
+                f"{count} characters, which is more than can fit. Please reduce its length.",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.tokenizer import Tokenizer
-from server.chat_template import ChatTemplate, ChatTemplateError
+from server.chat_template import ChatTemplate, ChatTemplateError, any_of
 from tests.server.fake_engine import CHATML, IM_END, IM_START, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -71,6 +73,29 @@ def test_control_tokens_the_template_writes_without_being_special() -> None:
     assert tokenizer.decode(made.encode(user("a</tool>b"), lambda text: None)) == "<tool>a</tool>b</tool>"
 
 
+def test_the_assistants_own_tags_stay_visible_to_the_template() -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}|{% endfor %}</think>"
+    made = ChatTemplate(source, TOKENIZER, ["</think>", *TOKENIZER.control_texts])
+    said = f"thought</think>{IM_END}word"
+    token_ids = made.encode([{"role": "assistant", "content": said}, *user(said)], lambda count: None)
+    assert TOKENIZER.decode(token_ids) == f"{IM_END}word|{said}|</think>"
+    assert not CONTROL_IDS & set(token_ids)
+
+
+@given(st.lists(st.text(alphabet="<ab|>.*", max_size=4), max_size=8), st.text(alphabet="<ab|>.*", max_size=20))
+def test_any_of_finds_the_longest_text_at_the_first_place(texts: list[str], text: str) -> None:
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    assert any_of(texts).findall(text) == plain.findall(text)
+
+
+def test_many_control_tokens_cost_little() -> None:
+    pattern = any_of(f"<unused{number}>" for number in range(6000))
+    began = time.process_time()
+    assert pattern.findall("<unused" * 30_000 + "<" * 200_000 + "<unused5999>") == ["<unused5999>"]
+    assert time.process_time() - began < 2  # one after the other: minutes
+
+
 def test_bos_is_written_by_the_template_alone() -> None:
     tokenizer = small_tokenizer(adds_bos=True)
     made = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", tokenizer, tokenizer.control_texts)
@@ -123,10 +148,12 @@ def test_what_published_templates_use() -> None:
 
 
 def test_the_rendered_length_is_checked_before_tokenising() -> None:
-    seen: list[str] = []
+    made = template()
     for content in ("plain", f"with {IM_END}"):
-        template().encode(user(content), seen.append)
-    assert [IM_START in text for text in seen] == [True, True]
+        seen: list[int] = []
+        made.encode(user(content), seen.append)
+        assert seen[0] == len("user" + content + "rolecontent")
+        assert seen[1] > seen[0]
 
 
 def test_deep_nesting_is_refused() -> None:
