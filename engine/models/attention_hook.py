@@ -110,6 +110,7 @@ class RecordedCall:
 
     module: nn.Module
     spec: LayerSpec
+    scale: float
 
 
 class CallRecorder:
@@ -144,7 +145,7 @@ class CallRecorder:
             softcap=None if softcap is None else float(softcap),
             has_sinks=sinks is not None,
         )
-        self.calls.append(RecordedCall(module, spec))
+        self.calls.append(RecordedCall(module, spec, float(scale)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 

@@ -1,41 +1,47 @@
-"""`Backbone`: any allowed transformers causal LM, computing one ragged batch over the paged cache.
+"""`Backbone`: a loaded model, computing one ragged batch over the paged cache.
 
-Knows tensors and layers, not sequences or files. The tree's attention modules call the hook of
-`attention_hook`, which finds this engine's layers on the module itself.
+Knows tensors and layers, not sequences or files, and not how the model computes: that is a `Computation`, either
+transformers' own modules (`tree.py`) or the fused decoder (`fused.py`).
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, cast
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, LayerSpec, PagedLayer
-from engine.config import StartError
-from engine.models.allow import check_tree, expected_lookback, expected_softcap, one_line
-from engine.models.attention_hook import CallRecorder, PagedCalls, RecordedCall
-from engine.models.rope_table import RopeTable
+from engine.attention.base import AttentionMetadata, PagedLayer
 
-DRY_RUN_TOKENS = 3
+
+class Computation(Protocol):
+    """layers: one per attention call of a forward, in call order."""
+
+    layers: tuple[PagedLayer, ...]
+    vocab_size: int
+    dtype: torch.dtype
+
+    def cover(self, num_positions: int) -> None:
+        """Before a forward: positions [0, num_positions) may occur."""
+        ...
+
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+        """As Backbone.forward, every layer's metadata being set."""
+        ...
 
 
 class Backbone:
-    """A loaded model. `forward` is not reentrant; one engine thread calls it.
+    """`forward` is not reentrant; one engine thread calls it.
 
-    layers: one per attention call of a forward, in call order; the KV cache attaches its views to them.
-    batch_invariant: no operation in the tree is known to let a row's result depend on its neighbours."""
+    layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours."""
 
-    def __init__(self, tree: Any, backend: AttentionBackend, *, batch_invariant: bool, num_parameters: int) -> None:
-        self.tree = tree
-        self.vocab_size = int(tree.config.vocab_size)
-        self.dtype: torch.dtype = tree.get_input_embeddings().weight.dtype
+    def __init__(self, model: Computation, *, batch_invariant: bool, num_parameters: int) -> None:
+        self.model = model
+        self.layers = model.layers
+        self.vocab_size = model.vocab_size
+        self.dtype = model.dtype
         self.num_parameters = num_parameters
         self.batch_invariant = batch_invariant
-        self._keeps_logits = "logits_to_keep" in inspect.signature(tree.forward).parameters
-        self._tables = tuple(module for module in tree.modules() if isinstance(module, RopeTable))
-        self._calls, self.layers = _attach(tree, backend)
 
     @torch.inference_mode()
     def forward(
@@ -46,96 +52,11 @@ class Backbone:
         logits_indices: Tensor,  # [num_rows], int64: which tokens' logits are wanted; may be empty
     ) -> Tensor:
         """Logits [num_rows, vocab_size], float32. K and V of every token are written as a side effect."""
-        for table in self._tables:
-            table.cover(metadata.max_seq_len)
-        for calls in self._calls:
-            calls.restart()
+        self.model.cover(metadata.max_seq_len)
         for layer in self.layers:
             layer.metadata = metadata
         try:
-            return self._run(input_ids, positions, logits_indices)
+            return self.model.compute(input_ids, positions, logits_indices)
         finally:
             for layer in self.layers:
                 layer.metadata = None
-
-    def _run(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
-        options: dict[str, Any] = {"logits_to_keep": logits_indices} if self._keeps_logits else {}
-        output = self.tree(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **options
-        )
-        logits = cast(Tensor, output.logits)[0]
-        if not self._keeps_logits:
-            logits = logits[logits_indices]
-        return logits.float()
-
-
-def _attach(tree: Any, backend: AttentionBackend) -> tuple[tuple[PagedCalls, ...], tuple[PagedLayer, ...]]:
-    """Find every attention call by a dry run and hang its paged layer on the calling module."""
-    recorded = record_calls(tree)
-    check_tree(tree.config, tree, len(recorded))
-    specs = resolve_specs(tree.config, recorded)
-    layers = tuple(PagedLayer(index, spec) for index, spec in enumerate(specs))
-    by_module: dict[nn.Module, list[PagedLayer]] = {}
-    for call, layer in zip(recorded, layers, strict=True):
-        by_module.setdefault(call.module, []).append(layer)
-    all_calls = []
-    for module, own in by_module.items():
-        calls = PagedCalls(backend, tuple(own))
-        module.paged_layer = calls  # type: ignore[assignment]  # a plain object, not a submodule
-        all_calls.append(calls)
-    return tuple(all_calls), layers
-
-
-@torch.inference_mode()
-def record_calls(tree: Any) -> list[RecordedCall]:
-    """Every attention call of one forward, in order, with what the model reports about it. Leaves no trace."""
-    recorder = CallRecorder()
-    modules = list(tree.modules())
-    for module in modules:
-        module.paged_layer = recorder
-    ids = torch.zeros(1, DRY_RUN_TOKENS, dtype=torch.int64)
-    try:
-        tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS).unsqueeze(0), use_cache=False)
-    except StartError:
-        raise
-    except Exception as error:  # modelling code that insists on its own cache fails in any way it likes
-        raise StartError(
-            f"Model type {tree.config.model_type!r} does not run over a foreign cache "
-            f"({type(error).__name__}: {one_line(error)})."
-        ) from error
-    finally:
-        for module in modules:
-            del module.paged_layer
-    return recorder.calls
-
-
-def resolve_specs(config: Any, recorded: list[RecordedCall]) -> list[LayerSpec]:
-    """What the model reported, completed from config.json where it reports nothing (chunks and some windows
-    travel only in transformers' masks, which are off).
-
-    Raises StartError if a report contradicts config.json."""
-    softcap = expected_softcap(config)
-    specs = []
-    for index, (call, (window, chunk)) in enumerate(
-        zip(recorded, expected_lookback(config, len(recorded)), strict=True)
-    ):
-        spec = call.spec
-        if spec.window is not None and spec.window != window:
-            raise StartError(f"Layer {index} attends over a window of {spec.window}, config.json implies {window}.")
-        if spec.softcap != softcap:
-            raise StartError(f"Layer {index} caps scores at {spec.softcap}, config.json implies {softcap}.")
-        if spec.has_sinks != (isinstance(getattr(call.module, "sinks", None), Tensor)):
-            raise StartError(f"Layer {index} has attention sinks that do not reach the attention call.")
-        specs.append(
-            LayerSpec(
-                num_query_heads=spec.num_query_heads,
-                num_kv_heads=spec.num_kv_heads,
-                key_dim=spec.key_dim,
-                value_dim=spec.value_dim,
-                window=window,
-                chunk=chunk,
-                softcap=spec.softcap,
-                has_sinks=spec.has_sinks,
-            )
-        )
-    return specs

@@ -1,40 +1,30 @@
-"""From a `ModelConfig` to a loaded model: source, weights, tree, allow rule, swap, self-check, tokenizer.
+"""From a `ModelConfig` to a loaded model: source, weights, backbone, tokenizer.
 
-The order is chosen so that whatever will be refused is refused before it costs much. Knows nothing of the KV pool.
+Two ways to a backbone. The first start of a model goes through transformers' modelling code and the self-check
+(`first_load.py`); if the fused decoder passed, its recipe is kept, and later starts go straight from the weights to
+it. Importing the modelling code takes longer than everything else together, so this module does not.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+import importlib
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine import ops
 from engine.attention.base import AttentionBackend
 from engine.config import DeviceConfig, ModelConfig
-from engine.models import self_check
-from engine.models.allow import check_config, load_config, max_exact_position, model_class
-from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
-from engine.models.build import assign_weights, build_tree, fill_dummy
 from engine.models.config_facts import choose_dtype, sampling_defaults
-from engine.models.self_check import Verdict, VerdictStore
+from engine.models.fused import FusedModel, FusedRecipe
 from engine.models.source import resolve_source
-from engine.models.swap import SwapReport, swap_modules
+from engine.models.stopwatch import Stopwatch
+from engine.models.verdict import Kept, VerdictStore
 from engine.models.weights import GgufWeights, Weights, open_weights
 from engine.outputs import SamplingDefaults
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import open_tokenizer
-
-logger = logging.getLogger("pagemill.engine")
-
-BACKENDS_WITH_CLAIM = frozenset({"native"})  # whose attention keeps a row's bits whatever stands beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +44,16 @@ class LoadedModel:
     load_seconds: dict[str, float]
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-
 def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionBackend) -> LoadedModel:
     """Load `config.model`. The ISA level and the thread count are set before; `device` is for the record.
 
     Raises StartError with one sentence for whatever is missing, unreadable or refused."""
-    watch = _Stopwatch()
+    watch = Stopwatch()
     with watch.phase("open"):
         source = resolve_source(config.model, load_format=config.load_format)
         weights = open_weights(source, cache_dir=config.cache_dir, load_format=config.load_format)
         dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa()))
-    with watch.phase("modelling_code"):
-        hf_config = load_config(weights.hf_config)
-        check_config(hf_config, model_class(hf_config))
-        register()
-    max_position = max_exact_position(hf_config)
-    backbone = _load_backbone(config, weights, hf_config, dtype, max_position, backend, watch)
+    backbone, max_position = _load_backbone(config, weights, dtype, backend, watch)
     with watch.phase("tokenizer"):
         tokenizer = open_tokenizer(
             source,
@@ -104,49 +76,31 @@ def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionB
 
 
 def _load_backbone(
-    config: ModelConfig,
-    weights: Weights,
-    hf_config: Any,
-    dtype: torch.dtype,
-    max_position: int,
-    backend: AttentionBackend,
-    watch: _Stopwatch,
-) -> Backbone:
-    with watch.phase("build"):
-        tree = build_tree(hf_config, dtype, IMPLEMENTATION)
-    with watch.phase("weights"):
-        if weights.is_dummy:
-            fill_dummy(tree, config.seed)
-        else:
-            assign_weights(tree, weights.tensors(dtype), dtype)
-    num_parameters = sum(parameter.numel() for parameter in tree.parameters())
+    config: ModelConfig, weights: Weights, dtype: torch.dtype, backend: AttentionBackend, watch: Stopwatch
+) -> tuple[Backbone, int]:
+    """(backbone, longest sequence in tokens)."""
     store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name)
-    verdict = store.load() if config.self_check == "auto" else None
-    must_check = verdict is None and config.self_check != "never"
-    expected: Tensor | None = None
-    if must_check:
-        with watch.phase("self_check"):
-            verdict = self_check.check_in_small(hf_config, backend)
-            expected = self_check.plain_logits(tree)
+    kept = store.load() if config.self_check == "auto" else None
+    if kept is not None and kept.recipe is not None and kept.recipe.fits(weights.shapes):
+        return _from_recipe(kept, kept.recipe, weights, dtype, backend, watch), kept.max_position
+    with watch.phase("modelling_code"):
+        first = importlib.import_module("engine.models.first_load")
+    backbone, found = first.first_load(config, weights, dtype, backend, kept, watch)
+    if kept is None and config.self_check != "never":
+        store.save(found)
+    return backbone, found.max_position
+
+
+def _from_recipe(
+    kept: Kept,
+    recipe: FusedRecipe,
+    weights: Weights,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    watch: Stopwatch,
+) -> Backbone:
+    with watch.phase("weights"):
+        tensors = dict(weights.tensors(dtype))
     with watch.phase("pack"):
-        report = swap_modules(tree, dtype, max_position)
-    invariant = report.batch_invariant and backend.name in BACKENDS_WITH_CLAIM
-    invariant = invariant and (verdict is None or verdict.batch_invariant)
-    _log_claim(report, verdict)
-    backbone = Backbone(tree, backend, batch_invariant=invariant, num_parameters=num_parameters)
-    if expected is not None and verdict is not None:
-        with watch.phase("self_check"):
-            self_check.check_real(backbone, expected)
-            store.save(verdict)
-    return backbone
-
-
-def _log_claim(report: SwapReport, verdict: Verdict | None) -> None:
-    if report.left:
-        logger.warning(
-            "Outputs may depend on neighbouring requests: %d modules compute with torch's own operations, such as %s",
-            len(report.left),
-            report.left[0],
-        )
-    elif verdict is not None and not verdict.batch_invariant:
-        logger.warning("Outputs may depend on neighbouring requests: the self-check saw bits change beside others")
+        model = FusedModel(recipe, tensors, backend, kept.max_position)
+    return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)

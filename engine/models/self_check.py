@@ -2,38 +2,31 @@
 
 Two halves. In small: the config shrunk to tiny width with windows of eight tokens, over three windows in chunks of
 five and beside another sequence, float32, against transformers' own eager attention and masks, with a negative
-control. On the real weights: a few tokens, to catch what depends on them. The verdict is kept in the user's cache
-directory, keyed by everything that could change it.
+control. On the real weights: a few tokens, to catch what depends on them. The fused decoder is
+checked where its recipe fits, and used only if it passes; else transformers' modules, swapped, are.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from engine import ops
 from engine.attention.base import AttentionBackend, AttentionMetadata, PagedLayer
 from engine.config import StartError
 from engine.models.allow import one_line
 from engine.models.attention_hook import IMPLEMENTATION, select_implementation
 from engine.models.backbone import Backbone
 from engine.models.build import build_tree
+from engine.models.prepare import prepare
 from engine.models.shrink import VOCAB_SIZE, WINDOW, draw_weights, shrunk_config
-from engine.models.swap import swap_modules
-from engine.models.user_cache import cache_root, write_atomically
+from engine.models.verdict import Verdict
 
 logger = logging.getLogger("pagemill.engine")
 
-VERSION = 1  # of the check itself: raising it invalidates kept verdicts
 BLOCK_SIZE = 16
 NUM_TOKENS = 3 * WINDOW + 2
 CHUNK = 5
@@ -41,15 +34,6 @@ MAX_DIFFERENCE = 1e-5  # of the largest logit, float32
 MIN_CONTROL = 1e-2  # a model that sees less must differ at least this much
 REAL_TOKENS = 24
 REAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # root mean square, relative
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """difference, control: relative to the largest logit. batch_invariant: rows kept their bits beside others."""
-
-    difference: float
-    control: float
-    batch_invariant: bool
 
 
 class PagedRun:
@@ -114,27 +98,27 @@ def _attach_cache(layer: PagedLayer, num_blocks: int, dtype: torch.dtype) -> Non
     layer.value_cache = blocks[:, split:].view(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.value_dim)
 
 
-def check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
-    """The first half. Raises StartError if the paged model differs from transformers' or the control does not.
+def check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
+    """The first half. fuse: check the fused decoder; raises NoRecipe if this model has none.
 
-    Runs on one thread: the arrays are so small that waiting for a second one is all it would do."""
+    Raises StartError if the paged model differs from transformers' or the control does not. Runs on one thread: the
+    arrays are so small that waiting for a second one is all it would do."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _check_in_small(config, backend)
+        return _check_in_small(config, backend, fuse=fuse)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
+def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
     tokens = _tokens(NUM_TOKENS)
     tree, expected = _small_model(config, tokens)
     other = _tokens(NUM_TOKENS - 9, seed=12)
     expected_other = _plain(tree, other)
     alone = torch.stack([_plain(tree, [token], position)[0] for position, token in enumerate(tokens)])
     select_implementation(tree, IMPLEMENTATION)
-    report = swap_modules(tree, torch.float32, NUM_TOKENS + 1)
-    backbone = Backbone(tree, backend, batch_invariant=report.batch_invariant, num_parameters=0)
+    backbone = prepare(tree, backend, NUM_TOKENS + 1, fuse=fuse)
     first, second = _in_chunks(backbone, tokens, other)
     scale = float(expected.abs().max())
     difference = max(float((first - expected).abs().max()), float((second - expected_other).abs().max())) / scale
@@ -149,7 +133,7 @@ def _check_in_small(config: Any, backend: AttentionBackend) -> Verdict:
             f"The self-check of model type {config.model_type!r} proves nothing: without attention its logits move by "
             f"only {control:.1e}."
         )
-    return Verdict(difference, control, report.batch_invariant and _keeps_bits(backbone, tokens, first))
+    return Verdict(difference, control, backbone.batch_invariant and _keeps_bits(backbone, tokens, first))
 
 
 def _small_model(config: Any, tokens: list[int]) -> tuple[Any, Tensor]:
@@ -232,37 +216,3 @@ def check_real(backbone: Backbone, expected: Tensor) -> None:
             f"On its real weights the model computes something else over the paged cache than in transformers "
             f"(difference {difference:.1e}), so it is refused."
         )
-
-
-class VerdictStore:
-    """Verdicts of earlier starts, in the user's cache directory. Losing them costs a check, never correctness."""
-
-    def __init__(self, cache_dir: str | None, content_hash: str, dtype: torch.dtype, backend: str) -> None:
-        library = ops.LIBRARY.stat()
-        parts: tuple[object, ...] = (
-            VERSION,
-            content_hash,
-            dtype,
-            backend,
-            ops.isa(),
-            library.st_size,
-            library.st_mtime_ns,
-            torch.__version__,
-            transformers.__version__,
-        )
-        name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-        self._path: Path = cache_root(cache_dir) / "self_check" / f"{name}.json"
-
-    def load(self) -> Verdict | None:
-        try:
-            return Verdict(**json.loads(self._path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def save(self, verdict: Verdict) -> None:
-        data = json.dumps(asdict(verdict)).encode()
-        write: Callable[[Any], None] = lambda file: file.write(data)  # noqa: E731
-        try:
-            write_atomically(self._path, write)
-        except OSError as error:
-            logger.warning("The self-check's verdict could not be kept (%s); the next start repeats it.", error)

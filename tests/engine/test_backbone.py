@@ -14,11 +14,12 @@ from engine.attention.reference import ReferenceAttention
 from engine.config import StartError
 from engine.models import attention_hook, build
 from engine.models.allow import check_config, expected_lookback, load_config, max_exact_position, model_class
-from engine.models.backbone import Backbone, record_calls, resolve_specs
+from engine.models.backbone import Backbone
+from engine.models.prepare import prepare
 from engine.models.self_check import PagedRun
 from engine.models.shrink import draw_weights
 from engine.models.source import resolve_source
-from engine.models.swap import swap_modules
+from engine.models.tree import TreeModel, record_calls, resolve_specs
 from engine.models.weights import open_weights
 from tests.engine.tiny_configs import (
     CLAIMED,
@@ -48,14 +49,14 @@ def in_chunks(backbone: Backbone, ids: list[int], size: int) -> Tensor:
 def test_chunks_over_the_paged_cache_equal_one_plain_forward(name: str, backend: str) -> None:
     ids = tokens(NUM_TOKENS)
     expected = plain_logits(plain_tree(name), ids)
-    got = in_chunks(paged_backbone(name, BACKENDS[backend](), swap=True), ids, 5)
+    got = in_chunks(paged_backbone(name, BACKENDS[backend]()), ids, 5)
     assert got.dtype == torch.float32
     assert relative(got, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_a_mixed_step_keeps_sequences_apart(name: str) -> None:
-    backbone = paged_backbone(name, NativeAttention(), swap=True)
+    backbone = paged_backbone(name, NativeAttention())
     tree = plain_tree(name)
     prompts = {sequence: tokens(length, seed=sequence) for sequence, length in enumerate((30, 1, 17, 16))}
     run = PagedRun(backbone, 64)
@@ -66,7 +67,7 @@ def test_a_mixed_step_keeps_sequences_apart(name: str) -> None:
 
 
 def test_losing_the_window_would_be_seen() -> None:
-    backbone = paged_backbone("mistral", ReferenceAttention(), swap=False)
+    backbone = paged_backbone("mistral", ReferenceAttention(), "plain")
     ids = tokens(NUM_TOKENS)
     for layer in backbone.layers:
         layer.spec = replace(layer.spec, window=None)
@@ -74,16 +75,16 @@ def test_losing_the_window_would_be_seen() -> None:
 
 
 def test_layers_report_how_they_look_back() -> None:
-    gemma = paged_backbone("gemma2", ReferenceAttention(), swap=False)
+    gemma = paged_backbone("gemma2", ReferenceAttention(), "plain")
     assert [(layer.spec.window, layer.spec.softcap) for layer in gemma.layers] == [(8, 50.0), (None, 50.0), (8, 50.0)]
-    sinks = paged_backbone("gpt_oss", ReferenceAttention(), swap=False)
+    sinks = paged_backbone("gpt_oss", ReferenceAttention(), "plain")
     assert all(layer.spec.has_sinks for layer in sinks.layers)
-    chunked = paged_backbone("llama4", ReferenceAttention(), swap=False)
+    chunked = paged_backbone("llama4", ReferenceAttention(), "plain")
     assert [layer.spec.chunk for layer in chunked.layers] == [8, 8, 8]
 
 
 def test_only_the_wanted_rows_get_logits() -> None:
-    backbone = paged_backbone("llama", ReferenceAttention(), swap=True)
+    backbone = paged_backbone("llama", ReferenceAttention())
     ids = tokens(9)
     run = PagedRun(backbone)
     full = run.step([(0, ids)])[0]
@@ -100,21 +101,19 @@ def test_metadata_is_gone_after_a_forward_and_after_a_failed_one() -> None:
             assert all(layer.metadata is not None for layer in backbone.layers)
             raise RuntimeError("no")
 
-    backbone = paged_backbone("llama", Failing(), swap=False)
+    backbone = paged_backbone("llama", Failing(), "plain")
     with pytest.raises(RuntimeError, match="no"):
         PagedRun(backbone).step([(0, [1, 2])])
     assert all(layer.metadata is None for layer in backbone.layers)
-    good = paged_backbone("llama", ReferenceAttention(), swap=False)
+    good = paged_backbone("llama", ReferenceAttention(), "plain")
     PagedRun(good).step([(0, [1, 2])])
     assert all(layer.metadata is None for layer in good.layers)
 
 
 def test_two_backbones_interleave_in_one_process() -> None:
     ids = tokens(24)
-    alone = {
-        name: in_chunks(paged_backbone(name, ReferenceAttention(), swap=True), ids, 6) for name in ("llama", "gemma3")
-    }
-    backbones = {name: paged_backbone(name, ReferenceAttention(), swap=True) for name in alone}
+    alone = {name: in_chunks(paged_backbone(name, ReferenceAttention()), ids, 6) for name in ("llama", "gemma3")}
+    backbones = {name: paged_backbone(name, ReferenceAttention()) for name in alone}
     runs = {name: PagedRun(backbone) for name, backbone in backbones.items()}
     parts: dict[str, list[Tensor]] = {name: [] for name in alone}
     for start in range(0, 24, 6):
@@ -144,7 +143,7 @@ def test_a_module_that_attends_twice_has_two_caches() -> None:
     expected = plain_logits(tree, ids)
     attention_hook.register()
     attention_hook.select_implementation(tree, attention_hook.IMPLEMENTATION)
-    backbone = Backbone(tree, ReferenceAttention(), batch_invariant=False, num_parameters=0)
+    backbone = Backbone(TreeModel(tree, ReferenceAttention()), batch_invariant=False, num_parameters=0)
     modules = {
         id(module)
         for module in tree.modules()
@@ -235,8 +234,9 @@ def test_no_buffer_is_left_without_values() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("way", ["swapped", "fused"])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_greedy_tokens_equal_generate(name: str) -> None:
+def test_greedy_tokens_equal_generate(name: str, way: str) -> None:
     """A paged loop over real weights, one prompt of Gemma's past its window; the engine's own matrix is elsewhere."""
     weights = open_weights(resolve_source(str(model_file(name))))
     config = load_config(weights.hf_config)
@@ -245,8 +245,7 @@ def test_greedy_tokens_equal_generate(name: str) -> None:
     attention_hook.register()
     tree = build.build_tree(load_config(weights.hf_config), torch.float32, attention_hook.IMPLEMENTATION)
     build.assign_weights(tree, weights.tensors(torch.float32), torch.float32)
-    swap_modules(tree, torch.float32, 1024)
-    backbone = Backbone(tree, NativeAttention(), batch_invariant=True, num_parameters=0)
+    backbone = prepare(tree, NativeAttention(), 1024, fuse=way == "fused")
     prompts = [tokens(5, 1, 30_000), tokens(17, 2, 30_000), tokens(530, 3, 30_000)]
     expected = [
         plain.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
@@ -268,8 +267,8 @@ def test_greedy_tokens_equal_generate(name: str) -> None:
 
 def test_claims_match_what_was_swapped() -> None:
     for name in CONFIGS:
-        backbone = paged_backbone(name, NativeAttention(), swap=True)
+        backbone = paged_backbone(name, NativeAttention())
         if name in CLAIMED:
             assert backbone.batch_invariant, name
-    assert not paged_backbone("mixtral", NativeAttention(), swap=True).batch_invariant
-    assert not paged_backbone("gpt2", NativeAttention(), swap=True).batch_invariant
+    assert not paged_backbone("mixtral", NativeAttention()).batch_invariant
+    assert not paged_backbone("gpt2", NativeAttention()).batch_invariant

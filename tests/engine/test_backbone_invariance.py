@@ -15,11 +15,11 @@ from engine.attention.native import NativeAttention
 from engine.models import attention_hook, build
 from engine.models.allow import load_config
 from engine.models.backbone import Backbone
+from engine.models.prepare import prepare
 from engine.models.self_check import PagedRun
 from engine.models.source import resolve_source
-from engine.models.swap import swap_modules
 from engine.models.weights import open_weights
-from tests.engine.tiny_configs import CLAIMED, paged_backbone, tokens
+from tests.engine.tiny_configs import CLAIMED, FUSED, Way, paged_backbone, tokens
 from tests.models import model_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,13 +64,13 @@ def check(backbone: Backbone, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("name", CLAIMED)
-def test_tiny_models_of_odd_widths(name: str, dtype: str) -> None:
-    check(paged_backbone(name, NativeAttention(), swap=True, dtype=DTYPES[dtype]), tokens(LENGTH))
+@pytest.mark.parametrize(("name", "way"), [*((n, "swapped") for n in CLAIMED), *((n, "fused") for n in FUSED)])
+def test_tiny_models_of_odd_widths(name: str, way: Way, dtype: str) -> None:
+    check(paged_backbone(name, NativeAttention(), way, DTYPES[dtype]), tokens(LENGTH))
 
 
 def test_long_chunks_cross_the_attention_splits() -> None:
-    backbone = paged_backbone("llama_1000", NativeAttention(), swap=True, dtype=torch.bfloat16)
+    backbone = paged_backbone("llama_1000", NativeAttention(), "fused", torch.bfloat16)
     ids = tokens(530)
     expected = alone(backbone, ids, 530)
     assert torch.equal(alone(backbone, ids, 512), expected)
@@ -79,7 +79,7 @@ def test_long_chunks_cross_the_attention_splits() -> None:
 
 def test_the_check_sees_a_tree_that_is_not_invariant() -> None:
     """torch's own linear layers change bits with the number of rows, or this file proves nothing."""
-    backbone = paged_backbone("llama_1000", NativeAttention(), swap=False)
+    backbone = paged_backbone("llama_1000", NativeAttention(), "plain")
     backbone.batch_invariant = True
     with pytest.raises(AssertionError, match=r"chunks|beside"):
         check(backbone, tokens(LENGTH))
@@ -93,8 +93,7 @@ def test_real_models(name: str, dtype: str) -> None:
     weights = open_weights(resolve_source(str(model_file(name))))
     tree = build.build_tree(load_config(weights.hf_config), DTYPES[dtype], attention_hook.IMPLEMENTATION)
     build.assign_weights(tree, weights.tensors(DTYPES[dtype]), DTYPES[dtype])
-    invariant = swap_modules(tree, DTYPES[dtype], 1024).batch_invariant
-    backbone = Backbone(tree, NativeAttention(), batch_invariant=invariant, num_parameters=0)
+    backbone = prepare(tree, NativeAttention(), 1024, fuse=True)
     ids = tokens(40, 1, 30_000)
     torch.set_num_threads(1)
     expected = alone(backbone, ids, len(ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,13 @@ from engine.attention.reference import ReferenceAttention
 from engine.config import StartError
 from engine.models import attention_hook, self_check
 from engine.models.allow import load_config
-from engine.models.self_check import Verdict, VerdictStore, check_in_small, check_real, plain_logits
+from engine.models.fused import FusedRecipe
+from engine.models.prepare import recipe_of
+from engine.models.self_check import check_in_small, check_real, plain_logits
 from engine.models.shrink import WINDOW, shrunk_config
 from engine.models.swap import swap_modules
+from engine.models.tree import TreeModel
+from engine.models.verdict import Kept, Verdict, VerdictStore
 from tests.engine.tiny_configs import CLAIMED, CONFIGS, paged_backbone, plain_tree
 
 REAL_SIZE: dict[str, dict[str, Any]] = {
@@ -63,7 +67,7 @@ def hook() -> None:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_family_we_serve_passes(name: str) -> None:
-    verdict = check_in_small(load_config(CONFIGS[name]), NativeAttention())
+    verdict = check_in_small(load_config(CONFIGS[name]), NativeAttention(), fuse=False)
     assert verdict.difference < 1e-5 < 1e-2 < verdict.control
     if name in CLAIMED:
         assert verdict.batch_invariant
@@ -75,7 +79,7 @@ def test_real_sizes_shrink(name: str) -> None:
     small = shrunk_config(config)
     assert small.num_hidden_layers <= 6
     assert small.vocab_size < 200
-    assert check_in_small(config, ReferenceAttention()).difference < 1e-5
+    assert check_in_small(config, ReferenceAttention(), fuse=False).difference < 1e-5
 
 
 def test_shrinking_keeps_every_kind_of_layer_and_the_head_shape() -> None:
@@ -94,13 +98,13 @@ def test_shrinking_keeps_every_kind_of_layer_and_the_head_shape() -> None:
 )
 def test_a_backend_that_forgets_something_is_caught(name: str, forgets: str) -> None:
     with pytest.raises(StartError, match="computes something else over the paged cache"):
-        check_in_small(load_config(CONFIGS[name]), Forgetful(forgets))
+        check_in_small(load_config(CONFIGS[name]), Forgetful(forgets), fuse=False)
 
 
 @pytest.mark.parametrize("model_type", ["doge", "moshi"])
 def test_models_known_to_go_wrong_silently_are_refused(model_type: str) -> None:
     with pytest.raises(StartError, match="refused"):
-        check_in_small(load_config({"model_type": model_type}), ReferenceAttention())
+        check_in_small(load_config({"model_type": model_type}), ReferenceAttention(), fuse=False)
 
 
 class Neighbourly(NativeAttention):
@@ -111,24 +115,25 @@ class Neighbourly(NativeAttention):
 
 
 def test_bits_that_change_beside_others_are_seen() -> None:
-    assert check_in_small(load_config(CONFIGS["llama"]), NativeAttention()).batch_invariant
-    assert not check_in_small(load_config(CONFIGS["llama"]), Neighbourly()).batch_invariant
+    assert check_in_small(load_config(CONFIGS["llama"]), NativeAttention(), fuse=False).batch_invariant
+    assert not check_in_small(load_config(CONFIGS["llama"]), Neighbourly(), fuse=False).batch_invariant
 
 
 def test_the_thread_count_is_left_as_it_was() -> None:
     before = torch.get_num_threads()
-    check_in_small(load_config(CONFIGS["llama"]), ReferenceAttention())
+    check_in_small(load_config(CONFIGS["llama"]), ReferenceAttention(), fuse=False)
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_real_weights_pass_and_wrong_ones_do_not(dtype: torch.dtype) -> None:
     expected = plain_logits(plain_tree("qwen3", dtype))
-    backbone = paged_backbone("qwen3", NativeAttention(), swap=True, dtype=dtype)
+    backbone = paged_backbone("qwen3", NativeAttention(), dtype=dtype)
     check_real(backbone, expected)
+    tree: Any = cast(TreeModel, backbone.model).tree
     assert all(layer.key_cache is None for layer in backbone.layers)
     with torch.inference_mode():
-        backbone.tree.model.layers[1].mlp.down.packed.zero_()
+        tree.model.layers[1].mlp.down.packed.zero_()
     with pytest.raises(StartError, match="real weights"):
         check_real(backbone, expected)
 
@@ -141,31 +146,40 @@ def test_plain_logits_leave_the_hook_in_place() -> None:
     swap_modules(tree, torch.float32, 64)
 
 
+def a_recipe() -> FusedRecipe:
+    tree = plain_tree("gemma3")
+    attention_hook.select_implementation(tree, attention_hook.IMPLEMENTATION)
+    return recipe_of(tree)
+
+
 def test_verdicts_are_kept_per_everything_that_matters(tmp_path: Path) -> None:
-    verdict = Verdict(1e-7, 0.5, True)
+    kept = Kept(Verdict(1e-7, 0.5, True), 1024, a_recipe())
     store = VerdictStore(str(tmp_path), "hash", torch.float32, "native")
     assert store.load() is None
-    store.save(verdict)
-    assert VerdictStore(str(tmp_path), "hash", torch.float32, "native").load() == verdict
+    store.save(kept)
+    assert VerdictStore(str(tmp_path), "hash", torch.float32, "native").load() == kept
     assert VerdictStore(str(tmp_path), "other", torch.float32, "native").load() is None
     assert VerdictStore(str(tmp_path), "hash", torch.bfloat16, "native").load() is None
     assert VerdictStore(str(tmp_path), "hash", torch.float32, "reference").load() is None
 
 
-def test_a_damaged_verdict_counts_as_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ['{"difference": 1e-7', "[]", '{"verdict": {}, "max_position": 1, "recipe": {}}'])
+def test_a_damaged_verdict_counts_as_none(tmp_path: Path, damage: str) -> None:
     store = VerdictStore(str(tmp_path), "hash", torch.float32, "native")
-    store.save(Verdict(1e-7, 0.5, True))
+    store.save(Kept(Verdict(1e-7, 0.5, True), 1024, None))
     for file in (tmp_path / "self_check").iterdir():
-        file.write_text('{"difference": 1e-7')
+        file.write_text(damage)
     assert store.load() is None
 
 
 def test_an_unwritable_cache_costs_nothing_but_time(tmp_path: Path) -> None:
     (tmp_path / "self_check").write_text("a file where the folder should be")
-    VerdictStore(str(tmp_path), "hash", torch.float32, "native").save(Verdict(1e-7, 0.5, True))
+    store = VerdictStore(str(tmp_path), "hash", torch.float32, "native")
+    store.save(Kept(Verdict(1e-7, 0.5, True), 1024, None))
+    assert store.load() is None
 
 
 def test_without_a_control_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "MIN_CONTROL", 1e9)
     with pytest.raises(StartError, match="proves nothing"):
-        check_in_small(load_config(CONFIGS["llama"]), ReferenceAttention())
+        check_in_small(load_config(CONFIGS["llama"]), ReferenceAttention(), fuse=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from engine.attention.base import AttentionBackend
 from engine.models import attention_hook, build
 from engine.models.allow import check_config, load_config, model_class
 from engine.models.backbone import Backbone
+from engine.models.prepare import prepare
 from engine.models.shrink import draw_weights
-from engine.models.swap import swap_modules
+from engine.models.tree import TreeModel
 
+Way = Literal["plain", "swapped", "fused"]
 VOCAB_SIZE = 131
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -75,6 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**WIDE, "model_type": "gpt_neox"},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 128, "n_layer": 3, "n_head": 2},
 }
+FUSED = ("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3")
 CLAIMED = ("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2")
 
 
@@ -86,16 +89,17 @@ def plain_tree(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def paged_backbone(
-    name: str, backend: AttentionBackend, *, swap: bool, dtype: torch.dtype = torch.float32
+    name: str, backend: AttentionBackend, way: Way = "swapped", dtype: torch.dtype = torch.float32
 ) -> Backbone:
-    """The same weights over our attention, with or without the module swap."""
+    """The same weights over our attention: in transformers' modules, in those with ours swapped in, or fused."""
     attention_hook.register()
     config = load_config(CONFIGS[name])
     check_config(config, model_class(config))
     tree = build.build_tree(config, dtype, attention_hook.IMPLEMENTATION)
     build.assign_weights(tree, plain_tree(name, dtype).state_dict().items(), dtype)
-    invariant = swap_modules(tree, dtype, 1024).batch_invariant if swap else False
-    return Backbone(tree, backend, batch_invariant=invariant, num_parameters=0)
+    if way == "plain":
+        return Backbone(TreeModel(tree, backend), batch_invariant=False, num_parameters=0)
+    return prepare(tree, backend, 1024, fuse=way == "fused")
 
 
 def tokens(count: int, seed: int = 1, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -1,0 +1,269 @@
+"""The fast path: a decoder of the Llama shape in few native calls per layer, and no transformers.
+
+A `FusedRecipe` says everything but the weights; `recipe.py` derives it from a transformers tree, and the self-check
+proves it on every model before it is used. Kept with the verdict in the user's cache, it lets a later start go from
+weights to model without importing modelling code.
+
+Shape: embedding, layers of attention and gated MLP around a residual stream, norm, head. Norms stand before each
+half ("input_layernorm", "post_attention_layernorm"), or before and behind it (with "pre_feedforward_layernorm" and
+"post_feedforward_layernorm"). Whatever else a model does, it is no recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine import ops
+from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
+from engine.config import StartError
+from engine.models.rope_table import RopeTable
+from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY, PackedLinear
+from engine.ops import ActivationKind, NormVariant
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+LAYER_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRecipe:
+    eps: float
+    variant: NormVariant
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRecipe:
+    """inv_freq: head_dim / 2 frequencies; scaling: factor on cos and sin."""
+
+    inv_freq: tuple[float, ...]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    """window: tokens a query sees, None for all; rope: index into FusedRecipe.ropes."""
+
+    window: int | None
+    rope: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRecipe:
+    """norms: by the module's name within its layer, "norm" for the last one."""
+
+    vocab_size: int
+    hidden_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    activation: ActivationKind
+    embedding_scale: float | None
+    is_tied: bool
+    norms: dict[str, NormRecipe]
+    ropes: tuple[RopeRecipe, ...]
+    layers: tuple[LayerRecipe, ...]
+
+    @property
+    def is_sandwiched(self) -> bool:
+        return "pre_feedforward_layernorm" in self.norms
+
+    def fits(self, names: Collection[str]) -> bool:
+        """True if a checkpoint has every tensor the recipe needs, under the tree's own names."""
+        in_layer = [name if name in LAYER_NORMS else f"self_attn.{name}" for name in self.norms if name != "norm"]
+        wanted = [f"model.layers.{i}.{part}.weight" for i in range(len(self.layers)) for part in (*in_layer, *LINEARS)]
+        return set(names).issuperset([*wanted, EMBEDDING, FINAL_NORM, *([] if self.is_tied else [HEAD])])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FusedRecipe:
+        """Raises TypeError, KeyError or AttributeError if `values` is not what to_json wrote."""
+        return cls(
+            **{
+                **values,
+                "norms": {name: NormRecipe(**norm) for name, norm in values["norms"].items()},
+                "ropes": tuple(RopeRecipe(tuple(rope["inv_freq"]), rope["scaling"]) for rope in values["ropes"]),
+                "layers": tuple(LayerRecipe(**layer) for layer in values["layers"]),
+            }
+        )
+
+
+class _Frequencies(nn.Module):
+    """Fills a RopeTable. sin carries the sign of the rotation: the first half is negated."""
+
+    def __init__(self, rope: RopeRecipe) -> None:
+        super().__init__()
+        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
+        self._scaling = rope.scaling
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self._inv_freq
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        return torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
+
+
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """heads: [num_tokens, num_heads, head_dim]. Two products and a sum, rounded one by one as transformers does."""
+    cos, sin = rotation
+    return (heads * cos).add_(heads.roll(heads.shape[-1] // 2, -1).mul_(sin))
+
+
+class _Norm:
+    def __init__(self, weight: Tensor, recipe: NormRecipe) -> None:
+        self._weight, self._eps, self._variant = weight, recipe.eps, recipe.variant
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self._weight, self._eps, self._variant)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, then the norm of the sum."""
+        return ops.fused_add_rms_norm(x, residual, self._weight, self._eps, self._variant)
+
+
+class _Weights:
+    """Checkpoint tensors by name; remembers what was taken, so that what is left over shows."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe) -> None:
+        self._tensors, self._recipe = tensors, recipe
+
+    def tensor(self, name: str) -> Tensor:
+        try:
+            return self._tensors[name].detach()
+        except KeyError as error:
+            raise StartError(f"The weights lack the tensor {name}.") from error
+
+    def linear(self, *names: str, out_dtype: torch.dtype | None = None) -> PackedLinear:
+        """One packed product of several layers' rows."""
+        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        has_bias = f"{names[0]}.bias" in self._tensors
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        return PackedLinear(weight, bias, out_dtype)
+
+    def norm(self, path: str) -> _Norm:
+        return _Norm(self.tensor(f"{path}.weight"), self._recipe.norms[path.rpartition(".")[2]])
+
+    def norm_or_none(self, path: str) -> _Norm | None:
+        return self.norm(path) if path.rpartition(".")[2] in self._recipe.norms else None
+
+
+class _Layer:
+    """One decoder layer over the residual stream."""
+
+    def __init__(self, weights: _Weights, path: str, recipe: FusedRecipe, layer: PagedLayer, rope: int) -> None:
+        self.layer, self.rope = layer, rope
+        self._recipe = recipe
+        self.input_norm = weights.norm(f"{path}.input_layernorm")
+        behind_attention = weights.norm(f"{path}.post_attention_layernorm")
+        self._attention_norm = behind_attention if recipe.is_sandwiched else None
+        self.middle_norm = (
+            weights.norm(f"{path}.pre_feedforward_layernorm") if recipe.is_sandwiched else behind_attention
+        )
+        self._mlp_norm = weights.norm_or_none(f"{path}.post_feedforward_layernorm")
+        attention = f"{path}.self_attn"
+        self._query_norm = weights.norm_or_none(f"{attention}.q_norm")
+        self._key_norm = weights.norm_or_none(f"{attention}.k_norm")
+        self._qkv = weights.linear(*(f"{attention}.{name}_proj" for name in "qkv"))
+        self._output = weights.linear(f"{attention}.o_proj")
+        self._gate_up = weights.linear(f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj")
+        self._down = weights.linear(f"{path}.mlp.down_proj")
+        self._activate = ACTIVATE_AND_MULTIPLY[recipe.activation]
+
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], backend: AttentionBackend) -> Tensor:
+        recipe = self._recipe
+        num_query, num_kv = recipe.num_query_heads, recipe.num_kv_heads
+        heads = self._qkv(x).view(-1, num_query + 2 * num_kv, recipe.head_dim)
+        if self._query_norm is not None and self._key_norm is not None:
+            query = _rotate(self._query_norm(heads[:, :num_query]), rotation)
+            key = _rotate(self._key_norm(heads[:, num_query : num_query + num_kv]), rotation)
+        else:
+            query, key = _rotate(heads[:, : num_query + num_kv], rotation).split([num_query, num_kv], 1)
+        spec = self.layer.spec
+        output = backend.forward(
+            query,
+            key,
+            heads[:, num_query + num_kv :],
+            self.layer,
+            scale=recipe.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        result: Tensor = self._output(output.view(x.shape[0], -1))
+        return result if self._attention_norm is None else self._attention_norm(result)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._down(self._activate(self._gate_up(x)))
+        return result if self._mlp_norm is None else self._mlp_norm(result)
+
+
+class FusedModel:
+    """A recipe with its weights: what `Backbone` computes with."""
+
+    def __init__(
+        self, recipe: FusedRecipe, tensors: Mapping[str, Tensor], backend: AttentionBackend, max_positions: int
+    ) -> None:
+        """tensors: by transformers' names, all of one dtype. Raises StartError if one is missing."""
+        weights = _Weights(tensors, recipe)
+        self._embedding = weights.tensor(EMBEDDING)
+        self.vocab_size = recipe.vocab_size
+        self.dtype = self._embedding.dtype
+        self._backend = backend
+        scale = recipe.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.dtype)
+        self.layers = tuple(
+            PagedLayer(
+                index,
+                LayerSpec(
+                    num_query_heads=recipe.num_query_heads,
+                    num_kv_heads=recipe.num_kv_heads,
+                    key_dim=recipe.head_dim,
+                    value_dim=recipe.head_dim,
+                    window=layer.window,
+                    softcap=recipe.softcap,
+                ),
+            )
+            for index, layer in enumerate(recipe.layers)
+        )
+        self._blocks = [
+            _Layer(weights, f"model.layers.{index}", recipe, self.layers[index], layer.rope)
+            for index, layer in enumerate(recipe.layers)
+        ]
+        self._final_norm = weights.norm("model.norm")
+        self._head = PackedLinear(weights.tensor(EMBEDDING if recipe.is_tied else HEAD), None, torch.float32)
+        self._ropes = [RopeTable(_Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
+
+    def cover(self, num_positions: int) -> None:
+        """Before a forward: rotary rows for positions [0, num_positions)."""
+        for rope in self._ropes:
+            rope.cover(num_positions)
+
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+        """See Backbone.forward."""
+        residual = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden_size]
+        if self._embedding_scale is not None:
+            residual *= self._embedding_scale
+        rotations = []
+        for rope in self._ropes:
+            cos, sin = rope(residual, positions)
+            rotations.append((cos.unsqueeze(1), sin.unsqueeze(1)))  # [num_tokens, 1, head_dim]
+        x = self._blocks[0].input_norm(residual)
+        next_norms = [block.input_norm for block in self._blocks[1:]] + [self._final_norm]
+        for block, next_norm in zip(self._blocks, next_norms, strict=True):
+            attended = block.attend(x, rotations[block.rope], self._backend)
+            x = block.middle_norm.after_adding(attended, residual)
+            x = next_norm.after_adding(block.feed_forward(x), residual)
+        logits: Tensor = self._head(x[logits_indices])
+        return logits
