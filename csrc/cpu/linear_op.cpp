@@ -10,8 +10,8 @@
 namespace pagemill {
 namespace {
 
-// Below this many multiply-adds a second thread costs more to wake than it saves.
-constexpr int64_t kWorkPerThread = 1 << 17;
+// A second thread must save more than it costs to wake: at one row this is 1 MiB of bfloat16 weights, about 40 us.
+constexpr int64_t kWorkPerThread = 1 << 19;
 
 std::vector<float> read_bias(const char* op, const std::optional<Tensor>& bias, int64_t out_features) {
   if (!bias.has_value()) return {};
