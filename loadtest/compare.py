@@ -180,7 +180,8 @@ class Comparison:
 
     async def _measure(self, server: Server, workload: Workload, seed: int, *, warm: bool = False) -> dict[str, Any]:
         source = prompt_source(server.spec.prompts)
-        if server.spec.expand_n:
+        split = workload.n if server.spec.expand_n else 1  # so many requests stand for one
+        if split > 1:
             workload = workload.without_n()
         sessions = workload.build(seed, source)
         description = {
@@ -191,7 +192,9 @@ class Comparison:
         transport = RawTransport(server.url)
         server.resume()
         try:
-            return await measure(transport, server.spec.target(self.spec.variables), plan, pid=server.pid)
+            result = await measure(transport, server.spec.target(self.spec.variables), plan, pid=server.pid)
+            result["rates"]["requests_per_s"] /= split
+            return result
         finally:
             await transport.close()
             if self.spec.pause_others:
