@@ -87,7 +87,8 @@ inline void check_contiguous(const char* op, const char* argument, const Tensor&
 
 inline void check_rows(const char* op, const char* argument, const Tensor& tensor) {
   if (tensor.stride(tensor.dim() - 1) != 1 && tensor.size(tensor.dim() - 1) > 1) {
-    fail(op, argument, "wanted elements of the last dimension side by side, got stride ", tensor.stride(tensor.dim() - 1));
+    fail(op, argument, "wanted elements of the last dimension side by side, got stride ",
+         tensor.stride(tensor.dim() - 1));
   }
 }
 

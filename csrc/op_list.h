@@ -15,7 +15,8 @@ std::string isa();
 std::string isa_levels();
 void set_isa(std::string name);
 
-void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, Tensor value_cache, const Tensor slot_mapping);
+void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, Tensor value_cache,
+                       const Tensor slot_mapping);
 void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, const Tensor value_cache,
                      const Tensor block_tables, const Tensor query_start_loc, const Tensor seq_lens, double scale,
                      bool causal, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor> sinks);

@@ -40,16 +40,17 @@ struct AttentionItem {
 };
 
 // One row's result of one split: its largest score (-inf: no key), sum and weighted values.
-inline int64_t padded_value_dim(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
-inline int64_t partial_floats(int64_t value_dim) { return padded_value_dim(value_dim) + 16; }
+static inline int64_t padded_value_dim(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
+static inline int64_t partial_floats(int64_t value_dim) { return padded_value_dim(value_dim) + 16; }
 
 // Rows in scratch are padded to whole AMX tiles.
-inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+static inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
-int64_t inline attention_scratch_bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
+static inline int64_t attention_scratch_bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
   const int64_t padded = padded_rows(rows);
   const int64_t query = padded * ((key_dim + 31) / 32 * 32) * 4, scores = padded * kSplitTokens * 4;
-  const int64_t split = padded * partial_floats(value_dim) * 4, values = kSplitTokens * padded_value_dim(value_dim) * 4;
+  const int64_t split = padded * partial_floats(value_dim) * 4;
+  const int64_t values = kSplitTokens * padded_value_dim(value_dim) * 4;
   return query + scores + 2 * split + values;
 }
 
@@ -58,7 +59,7 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-inline KeyRange visible_keys(const AttentionArgs& args, int64_t position, int64_t seq_len) {
+static inline KeyRange visible_keys(const AttentionArgs& args, int64_t position, int64_t seq_len) {
   int64_t begin = 0;
   if (args.window > 0 && position - args.window + 1 > begin) begin = position - args.window + 1;
   if (args.chunk > 0 && position > 0 && position / args.chunk * args.chunk > begin) {

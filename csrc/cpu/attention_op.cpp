@@ -89,7 +89,9 @@ void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, con
   check_rows(kOp, "block_tables", block_tables);
   check_contiguous(kOp, "query_start_loc", query_start_loc);
   check_contiguous(kOp, "seq_lens", seq_lens);
-  if (!(scale > 0) || scale > std::numeric_limits<float>::max()) fail(kOp, "scale", "wanted a positive number, got ", scale);
+  if (!(scale > 0) || scale > std::numeric_limits<float>::max()) {
+    fail(kOp, "scale", "wanted a positive number, got ", scale);
+  }
   if (!(softcap >= 0)) fail(kOp, "softcap", "wanted a positive number or 0 for none, got ", softcap);
   if (window < 0) fail(kOp, "window", "wanted a positive number of tokens or 0 for none, got ", window);
   if (chunk < 0) fail(kOp, "chunk", "wanted a positive number of tokens or 0 for none, got ", chunk);

@@ -1,5 +1,5 @@
-// copy_blocks, gather_blocks, scatter_blocks: whole blocks as bytes, every layer in one call. They know nothing of heads
-// or dtypes, so layers may differ in both; plain copies need no instruction-set level.
+// copy_blocks, gather_blocks, scatter_blocks: whole blocks as bytes, every layer in one call. They know nothing of
+// heads or dtypes, so layers may differ in both; plain copies need no instruction-set level.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -29,8 +29,8 @@ std::vector<Layer> layers_of(const char* op, const std::vector<Tensor>& caches, 
     if (cache.dim() < 2 || cache.size(0) != *num_blocks) {
       fail(op, "caches", "wanted [num_blocks = ", *num_blocks, ", ...] for every layer, got ", shape_text(cache));
     }
-    const int64_t bytes = *num_blocks == 0 ? 0 : cache.numel() / *num_blocks * static_cast<int64_t>(cache.element_size());
-    layers.push_back({mutable_bytes_of(cache), bytes});
+    const int64_t elements = *num_blocks == 0 ? 0 : cache.numel() / *num_blocks;
+    layers.push_back({mutable_bytes_of(cache), elements * static_cast<int64_t>(cache.element_size())});
   }
   return layers;
 }

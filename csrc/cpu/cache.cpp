@@ -12,7 +12,8 @@ void write_rows(const CacheWrite& args, int64_t token, int64_t slot) {
   const int64_t tile = offset / kTileTokens, lane = offset % kTileTokens;
   const int64_t key_dim = args.key_dim, value_dim = args.value_dim;
   for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-    const Word* key = reinterpret_cast<const Word*>(args.key) + token * args.key_token_stride + head * args.key_head_stride;
+    const Word* key =
+        reinterpret_cast<const Word*>(args.key) + token * args.key_token_stride + head * args.key_head_stride;
     Word* key_tile = reinterpret_cast<Word*>(args.key_cache) + block * args.key_block_stride +
                      (head * args.block_size + tile * kTileTokens) * key_dim + lane * pair;
     for (int64_t d = 0; d < key_dim; d += pair) {

@@ -33,7 +33,9 @@ void reshape_and_cache(const Tensor key, const Tensor value, Tensor key_cache, T
   check_dtype(op, "key_cache", key_cache, key.scalar_type());
   check_dtype(op, "value_cache", value_cache, key.scalar_type());
   check_dtype(op, "slot_mapping", slot_mapping, ScalarType::Long);
-  if (type == ElementType::bf16 && key_dim % 2 != 0) fail(op, "key", "wanted an even key_dim in bfloat16, got ", key_dim);
+  if (type == ElementType::bf16 && key_dim % 2 != 0) {
+    fail(op, "key", "wanted an even key_dim in bfloat16, got ", key_dim);
+  }
   const int64_t* slots = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
   for (int64_t i = 0; i < tokens; ++i) {
     if (slots[i] >= num_blocks * block_size) {

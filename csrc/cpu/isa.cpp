@@ -32,13 +32,13 @@ namespace {
 
 bool always() { return true; }
 
-#ifdef PAGEMILL_WITH_avx2
+#if defined(PAGEMILL_WITH_avx2) || defined(PAGEMILL_WITH_avx512)
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #endif
 
-#ifdef PAGEMILL_WITH_avx512
+#if defined(PAGEMILL_WITH_avx512) || defined(PAGEMILL_WITH_amx)
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

@@ -12,7 +12,8 @@ std::string isa_levels() { return available_levels(); }
 
 void set_isa(std::string name) {
   if (!set_level(name)) {
-    fail("set_isa", "name", "wanted auto or one of ", available_levels(), " (what this machine and build have), got ", name);
+    fail("set_isa", "name", "wanted auto or one of ", available_levels(),
+         " (what this machine and build have), got ", name);
   }
 }
 

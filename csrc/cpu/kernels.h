@@ -3,7 +3,8 @@
 // A kernel file (cpu/NAME.cpp) is compiled once per level, with that level's -m flags, into the namespace
 // pagemill::PAGEMILL_LEVEL. Because of that it includes neither torch nor the C++ library beyond <cstdint>, <cstddef>,
 // <cstring> and <cmath>'s builtins: an inline function shared by two levels is merged by the linker into one copy, and
-// the copy with AVX-512 in it would run on a machine that has none. Helpers go into an anonymous namespace or the level's.
+// the copy with AVX-512 in it would run on a machine that has none (tests/ops/test_isa.py looks for it). Helpers go
+// into an anonymous namespace or the level's.
 #pragma once
 
 #include <cstddef>
