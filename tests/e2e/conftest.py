@@ -25,7 +25,7 @@ def real_server(log: Path, *flags: str, **env: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "server", "serve", "--port", str(port), *FLAGS, *flags]
     server = ServerProcess(command, port, log, env)
     try:
-        server.wait_for("ready", 120)
+        server.wait_for("ready", 300)
         yield server
     finally:
         server.end()
