@@ -23,7 +23,7 @@ from engine import ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.config import StartError
 from engine.models.rope_table import RopeTable
-from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY, PackedLinear
+from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY
 from engine.ops import ActivationKind, NormVariant
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -134,8 +134,19 @@ class _Norm:
         return ops.fused_add_rms_norm(x, residual, self._weight, self._eps, self._variant)
 
 
+class _Linear:
+    """PackedLinear without a module's overhead: x [num_tokens, in_features]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> None:
+        self._packed, self._bias, self._out_dtype = ops.pack_linear(weight), bias, out_dtype
+        self._out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self._packed, self._bias, self._out_features, out_dtype=self._out_dtype)
+
+
 class _Weights:
-    """Checkpoint tensors by name; remembers what was taken, so that what is left over shows."""
+    """Checkpoint tensors by name, as the parts of a layer."""
 
     def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe) -> None:
         self._tensors, self._recipe = tensors, recipe
@@ -146,12 +157,13 @@ class _Weights:
         except KeyError as error:
             raise StartError(f"The weights lack the tensor {name}.") from error
 
-    def linear(self, *names: str, out_dtype: torch.dtype | None = None) -> PackedLinear:
+    def linear(self, *names: str) -> _Linear:
         """One packed product of several layers' rows."""
-        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        parts = [self.tensor(f"{name}.weight") for name in names]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         has_bias = f"{names[0]}.bias" in self._tensors
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return PackedLinear(weight, bias, out_dtype)
+        return _Linear(weight, bias)
 
     def norm(self, path: str) -> _Norm:
         return _Norm(self.tensor(f"{path}.weight"), self._recipe.norms[path.rpartition(".")[2]])
@@ -190,7 +202,8 @@ class _Layer:
             query = _rotate(self._query_norm(heads[:, :num_query]), rotation)
             key = _rotate(self._key_norm(heads[:, num_query : num_query + num_kv]), rotation)
         else:
-            query, key = _rotate(heads[:, : num_query + num_kv], rotation).split([num_query, num_kv], 1)
+            rotated = _rotate(heads[:, : num_query + num_kv], rotation)
+            query, key = rotated[:, :num_query], rotated[:, num_query:]
         spec = self.layer.spec
         output = backend.forward(
             query,
@@ -201,11 +214,11 @@ class _Layer:
             window=spec.window,
             softcap=spec.softcap,
         )
-        result: Tensor = self._output(output.view(x.shape[0], -1))
+        result = self._output(output.view(x.shape[0], -1))
         return result if self._attention_norm is None else self._attention_norm(result)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self._down(self._activate(self._gate_up(x)))
+        result = self._down(self._activate(self._gate_up(x)))
         return result if self._mlp_norm is None else self._mlp_norm(result)
 
 
@@ -242,7 +255,7 @@ class FusedModel:
             for index, layer in enumerate(recipe.layers)
         ]
         self._final_norm = weights.norm("model.norm")
-        self._head = PackedLinear(weights.tensor(EMBEDDING if recipe.is_tied else HEAD), None, torch.float32)
+        self._head = _Linear(weights.tensor(EMBEDDING if recipe.is_tied else HEAD), None, torch.float32)
         self._ropes = [RopeTable(_Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
 
     def cover(self, num_positions: int) -> None:
@@ -265,5 +278,4 @@ class FusedModel:
             attended = block.attend(x, rotations[block.rope], self._backend)
             x = block.middle_norm.after_adding(attended, residual)
             x = next_norm.after_adding(block.feed_forward(x), residual)
-        logits: Tensor = self._head(x[logits_indices])
-        return logits
+        return self._head(x[logits_indices])
