@@ -14,7 +14,8 @@ KINDS = ("poisson", "constant", "bursty")
 
 
 def arrival_times(kind: str, rate: float, count: int, seed: int, *, burstiness: float = 0.25) -> tuple[float, ...]:
-    """`count` arrival times at `rate` per second on average; the first is 0.
+    """`count` arrival times at exactly `rate` per second: the first is 0, the last (count - 1) / rate. Between them
+    Poisson arrivals lie as a Poisson process does that is known to have so many: short runs would else miss the rate.
 
     bursty: gaps are gamma-distributed with shape `burstiness` (1 is Poisson, below 1 clusters).
     Raises UsageError on a rate or burstiness that is not positive."""
@@ -26,7 +27,8 @@ def arrival_times(kind: str, rate: float, count: int, seed: int, *, burstiness: 
         now += gap
         if len(times) >= count:
             break
-    return tuple(times[:count])
+    stretch = (count - 1) / rate / times[-1] if times[-1] > 0 else 1.0
+    return tuple(moment * stretch for moment in times)
 
 
 def _gaps(kind: str, rate: float, random: Random, burstiness: float) -> Iterator[float]:

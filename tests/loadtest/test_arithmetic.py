@@ -170,11 +170,19 @@ def test_arrival_rate_and_burstiness(kind: str, variation: float) -> None:
     gaps = np.diff(times)
     assert times[0] == 0
     assert (gaps >= 0).all()
-    assert np.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert times[-1] == pytest.approx(19_999 / 50), "exactly the rate"
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.06, abs=1e-9), "gamma: 1 / sqrt(shape)"
     assert times == arrival_times(kind, 50.0, 20_000, seed=3, burstiness=0.25)
     if kind != "constant":
         assert times != arrival_times(kind, 50.0, 20_000, seed=4, burstiness=0.25)
+
+
+def test_poisson_arrivals_are_uniform_given_their_number() -> None:
+    times = np.array(arrival_times("poisson", 10.0, 5_000, seed=1))
+    counts, _ = np.histogram(times, bins=50)
+    chi_square = float(((counts - 100) ** 2 / 100).sum())
+    assert 20 < chi_square < 90, "49 degrees of freedom"
+    assert arrival_times("poisson", 10.0, 1, seed=1) == (0.0,)
 
 
 def test_arrivals_refuse_nonsense() -> None:
