@@ -63,7 +63,6 @@ class FusedRecipe:
     """norms: by the module's name within its layer, "norm" for the last one."""
 
     vocab_size: int
-    hidden_size: int
     num_query_heads: int
     num_kv_heads: int
     head_dim: int

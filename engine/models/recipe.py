@@ -49,13 +49,12 @@ def derive_recipe(tree: Any, recorded: list[RecordedCall], specs: list[LayerSpec
     scale = _embedding_scale(tree)
     if norms is None or activation is None or ropes is None or scale is None:
         return None
-    kinds = getattr(tree.config, "layer_types", None)
     keys = list(ropes)
-    if len(keys) > 1 and (kinds is None or any(kind not in ropes for kind in kinds)):
+    kinds = list(getattr(tree.config, "layer_types", None) or ()) if len(keys) > 1 else keys * len(specs)
+    if len(kinds) != len(specs) or any(kind not in ropes for kind in kinds):
         return None
     return FusedRecipe(
         vocab_size=int(tree.config.vocab_size),
-        hidden_size=int(tree.model.embed_tokens.weight.shape[1]),
         num_query_heads=first.num_query_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.key_dim,
@@ -66,10 +65,7 @@ def derive_recipe(tree: Any, recorded: list[RecordedCall], specs: list[LayerSpec
         is_tied=is_tied,
         norms=norms,
         ropes=tuple(ropes.values()),
-        layers=tuple(
-            LayerRecipe(spec.window, keys.index(kinds[index]) if len(keys) > 1 else 0)
-            for index, spec in enumerate(specs)
-        ),
+        layers=tuple(LayerRecipe(spec.window, keys.index(kind)) for spec, kind in zip(specs, kinds, strict=True)),
     )
 
 
