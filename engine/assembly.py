@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class Plan:
 
 def load_engine(config: EngineConfig) -> EngineParts:
     """Load, size the pool, build and warm up. Raises StartError with one sentence."""
-    torch.set_num_threads(num_threads(config))
+    torch.set_num_threads(config.device.compute_threads())
     ops.set_isa(config.device.cpu_isa)
     model = load_model(config.model, config.device, backend=NativeAttention())
     backbone = model.backbone
@@ -98,14 +97,6 @@ def plan(config: EngineConfig) -> Plan:
         kv_pool_bytes=parts.runner.kv_cache.num_bytes,
         num_pool_tokens=parts.info.num_blocks * parts.info.block_size,
     )
-
-
-def num_threads(config: EngineConfig) -> int:
-    """Compute threads: as configured, else the cores this process may use, one left for the event loop if > 2."""
-    if config.device.num_threads is not None:
-        return config.device.num_threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores - 1 if cores > 2 else cores
 
 
 def _wanted_model_len(config: EngineConfig, model: LoadedModel) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.assembly import EngineParts, load_engine
+from engine.assembly import EngineParts, Plan, load_engine, plan
 from engine.config import EngineConfig, StartError
 from engine.loop import Abort, EngineLoop, Runner, Stop, Submit
 from engine.outputs import (
@@ -267,4 +267,4 @@ class AsyncEngine:
             self._settle(stream)
 
 
-__all__ = ["AsyncEngine", "EngineError", "GenerationStream", "SequenceOutput"]
+__all__ = ["AsyncEngine", "EngineError", "GenerationStream", "Plan", "SequenceOutput", "plan"]

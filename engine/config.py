@@ -6,6 +6,7 @@ keyword arguments. Sizes are bytes, lengths are tokens, times are seconds.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,11 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 class StartError(Exception):
     """The engine cannot start. The message is one sentence for the person at the terminal."""
+
+
+def usable_cores() -> int:
+    """Cores this process may be scheduled on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,11 @@ class SchedulerConfig:
 class DeviceConfig:
     cpu_isa: CpuIsa = "auto"
     num_threads: int | None = None  # None: the cores this process may use, minus one when there are more than two
+
+    def compute_threads(self) -> int:
+        """As configured, else the usable cores, one of them left to the event loop where there are more than two."""
+        cores = usable_cores()
+        return self.num_threads or (cores - 1 if cores > 2 else cores)
 
 
 @dataclass(frozen=True, slots=True)

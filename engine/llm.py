@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from tqdm import tqdm
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.outputs import RequestFailed, SequenceOutput
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from engine.text import Assembler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Completion:
-    """One generated sequence. token_ids end with the stop token, if one ended it; text does not hold it."""
+    """One generated sequence. token_ids end with the stop token, if one ended it; text does not hold it.
 
-    prompt_index: int
-    choice_index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    num_cached_tokens: int
+    logprobs: of the chosen tokens, natural logarithms of the model's own distribution."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -40,9 +39,8 @@ class LLM:
             config = replace(config, model=replace(config.model, model=model))
         # nobody else is waiting: the queue is bounded by the caller's own list
         unbounded = replace(config.scheduler, max_waiting_requests=2**31, max_waiting_tokens=2**62)
-        config = replace(config, scheduler=unbounded)
         self._event_loop = asyncio.new_event_loop()
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(replace(config, scheduler=unbounded))
         self._event_loop.run_until_complete(self._engine.start())
 
     def generate(
@@ -52,31 +50,39 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[list[Completion]]:
-        """Per prompt, the params.n completions. prompts: one text, texts, or token id lists."""
+        """Per prompt, the params.n completions. prompts: one text, texts, or token id lists.
+
+        Raises InvalidParameter for what can never be served, RequestFailed if the engine fails."""
         texts = [prompts] if isinstance(prompts, str) else prompts
-        ids = [self._engine.tokenizer.encode(p, allow_special=True) if isinstance(p, str) else list(p) for p in texts]
-        params = params or SamplingParams()
-        return self._event_loop.run_until_complete(self._generate(ids, params, use_tqdm))
+        encode = self._engine.tokenizer.encode
+        ids = [encode(prompt, allow_special=True) if isinstance(prompt, str) else list(prompt) for prompt in texts]
+        return self._event_loop.run_until_complete(self._generate(ids, params or SamplingParams(), use_tqdm))
 
     async def _generate(self, ids: list[list[int]], params: SamplingParams, progress: bool) -> list[list[Completion]]:
-        done: list[list[Completion]] = [[] for _ in ids]
-        writers: dict[tuple[int, int], _Writer] = {}
-        with tqdm(total=len(ids) * params.n, disable=not progress, unit="seq") as bar:
-            stream = self._engine.generate(ids, params)
-            try:
+        if not ids:
+            return []
+        completions = [[Completion() for _ in range(params.n)] for _ in ids]
+        assemblers = [[Assembler(self._engine.tokenizer, params) for _ in range(params.n)] for _ in ids]
+        stream = self._engine.generate(ids, params)
+        try:
+            with tqdm(total=len(ids) * params.n, disable=not progress, unit="seq") as bar:
                 async for outputs in stream:
                     for output in outputs:
                         key = (output.prompt_index, output.choice_index)
-                        if key not in writers:
-                            writers[key] = _Writer(self._engine.tokenizer, params)
-                        completion = writers[key].feed(output)
-                        if completion is not None:
+                        completion, assembler = completions[key[0]][key[1]], assemblers[key[0]][key[1]]
+                        completion.text += "".join(piece.text for piece in assembler.feed(output))
+                        completion.token_ids += output.token_ids
+                        completion.logprobs += output.logprobs
+                        completion.num_cached_tokens = output.num_cached_tokens
+                        if assembler.finish_reason is not None:
+                            completion.finish_reason = assembler.finish_reason
+                            del completion.token_ids[assembler.num_tokens :]
+                            del completion.logprobs[assembler.num_tokens :]
                             stream.finish(*key)
-                            done[key[0]].append(completion)
                             bar.update()
-            finally:
-                stream.close()
-        return [sorted(completions, key=lambda c: c.choice_index) for completions in done]
+        finally:
+            stream.close()
+        return completions
 
     def close(self) -> None:
         """End the engine thread and free the model. May be called again."""
@@ -91,44 +97,3 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Writer:
-    """Text of one sequence: detokenize, search stop strings, collect."""
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
-        self._text = ""
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-
-    def feed(self, output: SequenceOutput) -> Completion | None:
-        """The completion, once it is complete. Raises RequestFailed."""
-        if output.finish_reason == "error":
-            raise RequestFailed(output.error or "The request failed.")
-        for token_id, logprob in zip(output.token_ids, output.logprobs, strict=True):
-            self._token_ids.append(token_id)
-            self._logprobs.append(logprob)
-            if token_id == output.stop_token_id and len(self._token_ids) and output.token_ids[-1] is token_id:
-                continue
-            text, hit = self._stops.feed(self._detokenizer.feed((token_id,)))
-            self._text += text
-            if hit:
-                return self._complete(output, "stop")
-        if output.finish_reason is None:
-            return None
-        text, hit = self._stops.feed(self._detokenizer.finish())
-        self._text += text if hit else text + self._stops.finish()
-        return self._complete(output, "stop" if hit else output.finish_reason)
-
-    def _complete(self, output: SequenceOutput, finish_reason: str) -> Completion:
-        return Completion(
-            output.prompt_index,
-            output.choice_index,
-            self._text,
-            tuple(self._token_ids),
-            tuple(self._logprobs),
-            finish_reason,
-            output.num_cached_tokens,
-        )

@@ -1,8 +1,5 @@
-"""From sampled token ids to text that may leave: one assembler per choice, the same for streamed and plain answers.
-
-An `Assembler` detokenizes, looks for stop strings, keeps the logprobs beside the text and counts what it accepted;
-`Answer` holds the assemblers of one HTTP request and tells the engine when a choice has all it needs. Whatever the
-engine's split into deliveries, the joined text, the tokens counted and the finish reason are the same.
+"""The choices of one HTTP request on their way out: each choice's `Assembler` (engine/text.py), the usage they add up
+to, and the word to the engine when a choice has all it needs.
 
 Knows no HTTP and no JSON.
 """
@@ -11,124 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from engine.outputs import FinishReason, RequestFailed, SequenceOutput, TokenLogprobs
+from engine.outputs import RequestFailed, SequenceOutput
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Detokenizer, StopMatcher, StopStrings, Tokenizer
+from engine.text import Assembler, Piece
+from engine.tokenizer import StopStrings, Tokenizer
 from server.engine_port import Generation
 from server.observe import Observer
-
-
-class TokenEntry(NamedTuple):
-    """One accepted token's logprob. text_offset: characters of generated text before it."""
-
-    token_id: int
-    logprob: float
-    top: TokenLogprobs | None
-    text_offset: int
-
-
-class Piece(NamedTuple):
-    """What one choice may send now. finish_reason is set on its last piece only."""
-
-    text: str
-    entries: tuple[TokenEntry, ...] = ()
-    finish_reason: FinishReason | None = None
-
-
-class Assembler:
-    """One choice. After `finish_reason` is set it accepts nothing more."""
-
-    __slots__ = (
-        "_detokenizer", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars",
-        "finish_reason", "num_tokens",
-    )  # fmt: skip
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None) -> None:
-        """stops: params.stop compiled, where several choices share it."""
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._matcher = StopMatcher(stops or params.stop) if params.stop else None
-        self._include_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
-        self._logprobs = params.logprobs is not None
-        self._num_chars = 0  # detokenized so far
-        self.num_tokens = 0  # accepted so far
-        self.finish_reason: FinishReason | None = None
-
-    def feed(self, output: SequenceOutput) -> list[Piece]:
-        """Pieces that may leave: one at most, or one per token where logprobs were asked for.
-
-        Raises RequestFailed if the engine gave the sequence up."""
-        if output.finish_reason in ("error", "abort"):
-            raise RequestFailed(output.error or "The request was aborted.")
-        if self.finish_reason is not None:
-            return []
-        if self._matcher is not None or self._logprobs:
-            return self._feed_each(output)
-        token_ids = output.token_ids
-        self.num_tokens += len(token_ids)
-        self.finish_reason = output.finish_reason
-        text = self._detokenizer.feed(token_ids if output.stop_token_id is None else token_ids[:-1])
-        if self.finish_reason is not None:
-            text += self._detokenizer.finish()
-        elif not text:
-            return []
-        return [Piece(text, (), self.finish_reason)]
-
-    def _feed_each(self, output: SequenceOutput) -> list[Piece]:
-        """Token by token, so that the count ends with the token that completes a stop string."""
-        pieces: list[Piece] = []
-        last = len(output.token_ids) - 1
-        for position, token_id in enumerate(output.token_ids):
-            offset = self._num_chars
-            is_text = position < last or output.stop_token_id is None
-            self.num_tokens += 1
-            text = self._advance(self._detokenizer.feed((token_id,)) if is_text else "")
-            if position == last and self.finish_reason is None and output.finish_reason is not None:
-                text += self._flush(output.finish_reason)
-            entries = (self._entry(output, position, offset),) if self._logprobs else ()
-            pieces.append(Piece(text, entries, self.finish_reason))
-            if self.finish_reason is not None:
-                break
-        if not output.token_ids and output.finish_reason is not None:
-            pieces.append(Piece(self._flush(output.finish_reason), (), self.finish_reason))
-        return pieces if self._logprobs else _merged(pieces)
-
-    def _advance(self, text: str) -> str:
-        """Through the stop search; sets finish_reason on a hit. Stop strings count only past min_tokens."""
-        self._num_chars += len(text)
-        if self._matcher is None or self.num_tokens <= self._min_tokens:
-            return text
-        safe, hit = self._matcher.feed(text)
-        return safe + self._hit() if hit else safe
-
-    def _flush(self, reason: FinishReason) -> str:
-        """All that is held back, at the end of the tokens."""
-        text = self._advance(self._detokenizer.finish())
-        if self._matcher is not None and self.finish_reason is None:
-            text += self._matcher.finish()
-            if self._matcher.matched is not None:
-                return text + self._hit()
-        self.finish_reason = self.finish_reason or reason
-        return text
-
-    def _hit(self) -> str:
-        self.finish_reason = "stop"
-        assert self._matcher is not None
-        return (self._matcher.matched or "") if self._include_stop else ""
-
-    def _entry(self, output: SequenceOutput, position: int, offset: int) -> TokenEntry:
-        top = output.top_logprobs[position] if output.top_logprobs is not None else None
-        return TokenEntry(output.token_ids[position], output.logprobs[position], top, offset)
-
-
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    if not pieces:
-        return []
-    text = "".join(piece.text for piece in pieces)
-    reason = pieces[-1].finish_reason
-    return [Piece(text, (), reason)] if text or reason is not None else []
 
 
 @dataclass(frozen=True, slots=True)

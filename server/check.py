@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.assembly import Plan, plan
+from engine.async_engine import Plan, plan
 from engine.config import EngineConfig
 
 

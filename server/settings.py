@@ -27,6 +27,7 @@ from engine.config import (
     LoadFormat,
     ModelConfig,
     SchedulerConfig,
+    usable_cores,
 )
 
 ENV_PREFIX = "PAGEMILL_"
@@ -275,18 +276,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def compute_threads(settings: Settings) -> tuple[int, int]:
-    """(compute threads, cores this process may use)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return settings.num_threads or (cores - 1 if cores > 2 else cores), cores
-
-
 def set_thread_environment(settings: Settings) -> None:
     """Tell the compute libraries how many threads to use. They read it once, so this runs before torch is imported.
 
     Where the event loop shares its cores with compute threads, idle ones sleep instead of spinning. A variable
     that the user has set is left alone."""
-    threads, cores = compute_threads(settings)
+    threads, cores = settings.engine_config().device.compute_threads(), usable_cores()
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     if threads >= cores:
         wanted |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}

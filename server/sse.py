@@ -23,7 +23,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.outputs import EngineError
-from server.assemble import Answer, Piece
+from engine.text import Piece
+from server.assemble import Answer
 from server.metrics import Metrics
 from server.protocol.answers import DONE, AnswerWriter
 from server.protocol.errors import ApiError, to_api_error

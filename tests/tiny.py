@@ -48,7 +48,8 @@ def tiny_folder(parent: Path, kind: str, *, seed: int = 0, **overrides: Any) -> 
     with torch.no_grad():  # the default init is so flat that attention hardly matters
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.0 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5)
+                scale = 2.0 if "embed" in name else 1.5  # tied logits then spread by 2: sampling has a choice
+                parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder, safe_serialization=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -96,7 +96,7 @@ def write_file(
     file.write(struct.pack("<Q", len(text)))
     file.write(text)
     for tensor in tensors:
-        file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def _check(header: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, ...]]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
+from engine.text import Piece, TokenEntry
 from engine.tokenizer import Tokenizer
-from server.assemble import Piece, TokenEntry, Usage
+from server.assemble import Usage
 from server.protocol.logprobs import chat_logprobs, completion_logprobs
 
 DONE = b"data: [DONE]\n\n"

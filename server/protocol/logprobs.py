@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.text import TokenEntry
 from engine.tokenizer import Tokenizer
-from server.assemble import TokenEntry
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -17,7 +17,7 @@ from tests.engine.preempting import load_preempting
 from tests.models import model_file
 from tests.tiny import VOCAB_SIZE, tiny_folder
 
-NUM_NEW = 24
+NUM_NEW = 16
 Result = list[tuple[list[int], list[float]]]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.outputs import FinishReason, RequestFailed, SequenceOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from server.assemble import Assembler, Piece
+from engine.text import Assembler, Piece
 from tests.server.fake_engine import small_tokenizer
 
 TOKENIZER = small_tokenizer()

@@ -15,7 +15,6 @@ from server.cli import build_parser
 from server.settings import (
     Settings,
     SettingsError,
-    compute_threads,
     env_of,
     flag_of,
     load,
@@ -234,7 +233,7 @@ def test_compute_threads_leave_a_core_where_there_are_more_than_two(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "environ", {})
-    assert compute_threads(Settings()) == (threads, cores)
+    assert Settings().engine_config().device.compute_threads() == threads
     set_thread_environment(Settings())
     assert os.environ["OMP_NUM_THREADS"] == str(threads)
     assert (os.environ.get("OMP_WAIT_POLICY") == "PASSIVE") is sleeps
