@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.config import ModelConfig, StartError
@@ -18,6 +19,7 @@ from engine.models.allow import check_config, load_config, max_exact_position, m
 from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
 from engine.models.build import assign_weights, build_tree, fill_dummy
+from engine.models.fused import FusedRecipe
 from engine.models.prepare import BACKENDS_WITH_CLAIM, NoRecipe, prepare, recipe_of
 from engine.models.stopwatch import Stopwatch
 from engine.models.verdict import Kept, Verdict
@@ -62,10 +64,33 @@ def first_load(
 def _checked(
     tree: Any, hf_config: Any, backend: AttentionBackend, max_position: int, watch: Stopwatch
 ) -> tuple[Backbone, Kept]:
+    """The fused decoder if this model has a recipe and passes both halves of the check with it, else the tree."""
     with watch.phase("self_check"):
-        fuse, verdict = _small(hf_config, tree, backend)
         expected = self_check.plain_logits(tree)
-        recipe = recipe_of(tree) if fuse else None
+    try:
+        with watch.phase("self_check"):
+            recipe = recipe_of(tree)
+        return _passing(tree, hf_config, backend, max_position, expected, recipe, watch)
+    except NoRecipe as reason:
+        logger.info("%s", reason)
+    except StartError as reason:
+        logger.info("Not fused: %s", reason)
+    return _passing(tree, hf_config, backend, max_position, expected, None, watch)
+
+
+def _passing(
+    tree: Any,
+    hf_config: Any,
+    backend: AttentionBackend,
+    max_position: int,
+    expected: Tensor,
+    recipe: FusedRecipe | None,
+    watch: Stopwatch,
+) -> tuple[Backbone, Kept]:
+    """One way through both halves. expected: transformers' logits on the real weights. Raises StartError."""
+    fuse = recipe is not None
+    with watch.phase("self_check"):
+        verdict = self_check.check_in_small(hf_config, backend, fuse=fuse)
     with watch.phase("pack"):
         backbone = prepare(tree, backend, max_position, fuse=fuse)
     verdict = replace(verdict, batch_invariant=verdict.batch_invariant and backbone.batch_invariant)
@@ -74,18 +99,6 @@ def _checked(
         self_check.check_real(backbone, expected)
     _log_claim(backbone, backend)
     return backbone, Kept(verdict, max_position, recipe)
-
-
-def _small(hf_config: Any, tree: Any, backend: AttentionBackend) -> tuple[bool, Verdict]:
-    """(whether to fuse, verdict): the fused decoder if the model has a recipe and it passes."""
-    try:
-        recipe_of(tree)
-        return True, self_check.check_in_small(hf_config, backend, fuse=True)
-    except NoRecipe as reason:
-        logger.info("%s", reason)
-    except StartError as reason:
-        logger.info("Not fused: %s", reason)
-    return False, self_check.check_in_small(hf_config, backend, fuse=False)
 
 
 def _log_claim(backbone: Backbone, backend: AttentionBackend) -> None:

@@ -32,7 +32,9 @@ def recipe_of(tree: Any) -> FusedRecipe:
 
 
 def prepare(tree: Any, backend: AttentionBackend, max_positions: int, *, fuse: bool) -> Backbone:
-    """The tree's weights are taken over and packed; the tree is spent afterwards. Raises NoRecipe or StartError."""
+    """Packs the tree's weights. Unfused, the tree itself becomes the model; fused, it is left as it was.
+
+    Raises NoRecipe or StartError."""
     has_claim = backend.name in BACKENDS_WITH_CLAIM
     num_parameters = sum(parameter.numel() for parameter in tree.parameters())
     if fuse:

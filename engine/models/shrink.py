@@ -15,6 +15,7 @@ from engine.models.allow import one_line
 from engine.models.build import fill_dummy
 
 WINDOW = 8  # tokens
+MAX_LAYERS = 8
 VOCAB_SIZE = 131  # no multiple of any vector width, so that array tails are met
 # Canonical attribute -> tiny value, where the config has it and it is larger.
 LIMITS = {
@@ -70,15 +71,17 @@ def shrunk_config(config: Any, *, keep_width: bool = False) -> Any:
 
 
 def _cut_layers(values: dict[str, Any], config: Any, layers_key: str) -> None:
-    """Keep the shortest run of first layers that shows every layer type, two at least."""
+    """Keep the shortest run of first layers that shows every kind of layer, two at least and MAX_LAYERS at most.
+
+    A layer's kind is what all the lists with an entry per layer say about it."""
     total = int(config.num_hidden_layers)
-    kinds = list(getattr(config, "layer_types", None) or ())
+    per_layer = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == total}
+    kinds = [repr(kind) for kind in zip(*per_layer.values(), strict=True)]
     keep = min(total, 2)
-    while kinds and keep < total and set(kinds[:keep]) != set(kinds):
+    while keep < min(total, MAX_LAYERS) and set(kinds[:keep]) != set(kinds):
         keep += 1
-    for name, value in values.items():
-        if isinstance(value, list) and len(value) == total:
-            values[name] = value[:keep]
+    for name, value in per_layer.items():
+        values[name] = value[:keep]
     values[layers_key] = keep
 
 

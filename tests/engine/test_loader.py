@@ -13,8 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.native import NativeAttention
 from engine.config import DeviceConfig, ModelConfig, StartError
+from engine.models import self_check
+from engine.models.backbone import Backbone
+from engine.models.fused import FusedModel
 from engine.models.loader import LoadedModel, load_model
 from engine.models.self_check import PagedRun
+from engine.models.tree import TreeModel
 from tests.engine.tiny_configs import CONFIGS, plain_logits, relative, tokens
 from tests.models import model_file
 from tests.tiny import VOCAB_SIZE, byte_tokenizer, tiny_folder
@@ -106,6 +110,26 @@ def test_a_refused_config_ends_in_one_sentence(
     with pytest.raises(StartError, match=reason) as caught:
         load(folder, cache)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_the_fused_decoder_fails_is_served_unfused(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever half of the check finds out; here the second, on the real weights."""
+    check_real = self_check.check_real
+
+    def failing(backbone: Backbone, expected: torch.Tensor) -> None:
+        if isinstance(backbone.model, FusedModel):
+            raise StartError("no")
+        check_real(backbone, expected)
+
+    monkeypatch.setattr(self_check, "check_real", failing)
+    for _ in range(2):
+        model = load(folder, cache)
+        assert isinstance(model.backbone.model, TreeModel)
+        ids = tokens(20, vocab_size=VOCAB_SIZE)
+        got = PagedRun(model.backbone).step([(0, ids)])[0]
+        assert relative(got, plain_logits(AutoModelForCausalLM.from_pretrained(folder), ids)) < 1e-5
 
 
 def test_experts_stored_one_by_one_are_fused(tmp_path: Path, cache: Path) -> None:

@@ -92,6 +92,15 @@ def test_shrinking_keeps_every_kind_of_layer_and_the_head_shape() -> None:
     assert small.num_attention_heads // small.num_key_value_heads == 3
 
 
+def test_every_kind_of_layer_stays_whatever_list_tells_it() -> None:
+    """SmolLM3 leaves out rotation in every fourth layer, which layer_types does not say."""
+    config = load_config({"model_type": "smollm3", "num_hidden_layers": 36, "vocab_size": 500, "pad_token_id": None})
+    assert shrunk_config(config).no_rope_layers == [1, 1, 1, 0]
+    assert check_in_small(config, ReferenceAttention(), fuse=False).difference < 1e-5
+    with pytest.raises(StartError, match="computes something else"):
+        check_in_small(config, ReferenceAttention(), fuse=True)
+
+
 @pytest.mark.parametrize(
     ("name", "forgets"),
     [("mistral", "window"), ("gemma3", "window"), ("gemma2", "softcap"), ("gpt_oss", "sinks"), ("llama4", "chunk")],
