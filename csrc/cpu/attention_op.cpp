@@ -13,6 +13,7 @@ namespace pagemill {
 namespace {
 
 constexpr const char* kOp = "paged_attention";
+constexpr int64_t kAloneBelow = 3000000;  // multiply-adds, about 20 us
 
 const int32_t* int32_argument(const char* argument, const Tensor& tensor) {
   check_cpu(kOp, argument, tensor);
@@ -131,7 +132,8 @@ void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, con
   args.causal = causal;
   args.type = type;
   check_batch(args, num_seqs, block_tables.size(1), num_blocks, tokens);
-  run_attention(kernels(), args, num_seqs, {static_cast<int64_t>(torch::stable::get_num_threads()), parallel});
+  const int64_t num_threads = torch::stable::get_num_threads();
+  run_attention(kernels(), args, num_seqs, {num_threads, kAloneBelow, parallel});
   const int64_t row_bytes = value_dim * element_bytes(type);
   for (int64_t token = args.query_start[num_seqs]; token < tokens; ++token) {  // padding: no sequence, zeros
     for (int64_t head = 0; head < heads; ++head) {

@@ -65,18 +65,23 @@ void drain(const Threads& threads, int64_t count, int64_t scratch_bytes, const W
 
 void run_attention(const KernelTable& table, const AttentionArgs& args, int64_t num_seqs, const Threads& threads) {
   const int64_t queries_per_item = std::max<int64_t>(1, kItemRows / args.group);
-  const int64_t max_rows = queries_per_item * args.group;
-  const int64_t scratch_bytes = attention_scratch_bytes(max_rows, args.key_dim, args.value_dim);
   const std::vector<AttentionItem> items = make_items(args, num_seqs, queries_per_item);
   const int64_t count = static_cast<int64_t>(items.size());
-  const bool enough = threads.num_threads == 1 || count >= kItemsPerThread * threads.num_threads;
-  if (enough) {
-    drain(threads, count, scratch_bytes, [&](int64_t i, char* scratch) { table.attend(args, items[i], scratch); });
+  int64_t total = 0, work = 0, max_rows = 0;
+  for (const AttentionItem& item : items) {
+    const int64_t splits = item.split_end - item.split_begin, rows = (item.query_end - item.query_begin) * args.group;
+    total += splits;
+    max_rows = std::max(max_rows, rows);
+    work += splits * (rows + 6) * kSplitTokens * (args.key_dim + args.value_dim);  // 6: what reading the keys costs
+  }
+  const int64_t scratch_bytes = attention_scratch_bytes(max_rows, args.key_dim, args.value_dim);
+  const bool alone = threads.num_threads == 1 || work < threads.alone_below;
+  const Threads used{alone ? 1 : threads.num_threads, 0, threads.parallel};
+  if (alone || count >= kItemsPerThread * threads.num_threads) {
+    drain(used, count, scratch_bytes, [&](int64_t i, char* scratch) { table.attend(args, items[i], scratch); });
     return;
   }
   const int64_t floats = padded_rows(max_rows) * partial_floats(args.value_dim);
-  int64_t total = 0;
-  for (const AttentionItem& item : items) total += item.split_end - item.split_begin;
   const AlignedBytes memory = allocate(std::max<int64_t>(total, 1) * floats * 4);
   float* next = reinterpret_cast<float*>(memory.get());
   std::vector<AttentionItem> merges = items, pieces;
@@ -86,9 +91,11 @@ void run_attention(const KernelTable& table, const AttentionArgs& args, int64_t 
       pieces.push_back({item.seq, item.kv_head, item.query_begin, item.query_end, split, split + 1, next});
     }
   }
-  drain(threads, static_cast<int64_t>(pieces.size()), scratch_bytes,
+  drain(used, static_cast<int64_t>(pieces.size()), scratch_bytes,
         [&](int64_t i, char* scratch) { table.attend(args, pieces[i], scratch); });
-  drain(threads, count, scratch_bytes,
+  const bool few = total * max_rows * args.value_dim < threads.alone_below;
+  const Threads mergers{few ? 1 : threads.num_threads, 0, threads.parallel};
+  drain(mergers, count, scratch_bytes,
         [&](int64_t i, char* scratch) { table.merge_splits(args, merges[i], floats, scratch); });
 }
 

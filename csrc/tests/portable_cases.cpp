@@ -151,7 +151,7 @@ class Fixture {
     args.query_start = starts.data();
     args.seq_lens = lengths.data();
     args.out = out.data();
-    run_attention(kernels(), args, num_seqs, {num_threads, on_threads});
+    run_attention(kernels(), args, num_seqs, {num_threads, 0, on_threads});
     return out;
   }
 
