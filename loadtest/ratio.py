@@ -180,12 +180,12 @@ async def command(arguments: argparse.Namespace) -> int:
         await server.end()
         if baseline is not None:
             await baseline.end()
-    result = {
-        "kind": "ratio", "machine": describe_machine(), "before": before, "memory_mib": arguments.memory_mib,
-        "threads": arguments.threads, "cache": arguments.cache, "points": points, "table": ratio_table(points),
-    }  # fmt: skip
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1))
+        result = {
+            "kind": "ratio", "machine": describe_machine(), "before": before, "memory_mib": arguments.memory_mib,
+            "threads": arguments.threads, "cache": arguments.cache, "points": points, "table": ratio_table(points),
+        }  # fmt: skip
+        if arguments.json is not None:  # an interrupted run keeps its points
+            arguments.json.write_text(json.dumps(result, indent=1))
     print(result["table"])
     print(
         f"\nKV budget {arguments.memory_mib} MiB each, {arguments.threads} threads, load before {before['load']:.2f}"
