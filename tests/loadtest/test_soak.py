@@ -103,7 +103,7 @@ async def soak_it(server: FakeServer, monkeypatch: pytest.MonkeyPatch, *flags: s
     parser = ArgumentParser()
     soak.add_parser(parser.add_subparsers())
     async with server.start():
-        arguments = parser.parse_args(["soak", "--url", server.url, "--duration", "1.5s", "--timeout", "5", *flags])
+        arguments = parser.parse_args(["soak", "--url", server.url, "--duration", "0.8s", "--timeout", "5", *flags])
         result = await soak.soak(arguments)
     return result["tally"]["completed"], "\n".join(result["faults"])
 
@@ -143,7 +143,7 @@ def test_command_starts_and_ends_its_server(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     result = tmp_path / "soak.json"
-    flags = ["--command", f"{FAKE} --first 0.001 --gap 0.0005", "--duration", "2s", "--json", str(result)]
+    flags = ["--command", f"{FAKE} --first 0.001 --gap 0.0005", "--duration", "1.2s", "--json", str(result)]
     assert cli.main(["soak", *flags]) == 0
     assert "no faults" in capsys.readouterr().out
     assert '"open_files"' in result.read_text()
