@@ -144,6 +144,8 @@ class Scheduler:
     def _schedule_running(self, step: StepPlan) -> None:
         """Oldest first; part of the budget is kept for those that need one token."""
         step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)
+        if step.num_decoding:  # a burst of prompts must not make those who already stream wait for all of it
+            step.budget = min(step.budget, step.num_decoding + self._config.max_chunk_tokens)
         unserved = step.num_decoding
         for sequence in tuple(self.running):
             if sequence.status is not SequenceStatus.RUNNING or not sequence.wants_tokens:
@@ -151,15 +153,11 @@ class Scheduler:
             num_tokens = sequence.num_uncomputed_tokens
             if num_tokens == 1:
                 unserved -= 1
-            num_tokens = self._chunk(step, num_tokens, step.budget - unserved)
+            num_tokens = min(num_tokens, step.budget - unserved)
             if num_tokens > 0 and self._make_room(sequence, num_tokens):
                 self._add(step, sequence, num_tokens)
         self.running += step.forked
         step.forked.clear()
-
-    def _chunk(self, step: StepPlan, num_tokens: int, budget: int) -> int:
-        limit = self._config.max_chunk_tokens if step.num_decoding else budget
-        return min(num_tokens, budget, limit)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate slots for the tokens. Younger sequences give way; the youngest itself stands still, as the older
@@ -175,8 +173,6 @@ class Scheduler:
         manager = self.manager
         if not self.waiting or not self._rows.has_free or step.budget <= 0:
             return
-        # what running sequences will still allocate for the tokens they have
-        promised = sum(map(manager.num_missing_blocks, self.running))
         passed_over: list[Sequence] = []
         while self.waiting and self._rows.has_free and step.budget > 0:
             sequence = self.waiting[0]
@@ -190,11 +186,10 @@ class Scheduler:
                 continue
             needed = manager.num_blocks_to_admit(sequence, match)
             # one block of headroom per running sequence, so that the newcomer is not preempted at once
-            if needed + promised + len(self.running) > manager.num_free_blocks:
+            if needed + len(self.running) > manager.num_free_blocks:
                 break
             self.waiting.popleft()
             self._admit(step, sequence, match)
-            promised += manager.num_missing_blocks(sequence)
             self.running += step.forked
             step.forked.clear()
         self.waiting.extendleft(reversed(passed_over))
@@ -209,7 +204,7 @@ class Scheduler:
             request.num_cached_tokens = num_cached
             if self.manager.enable_prefix_caching:
                 self.manager.count_prefix_query(sequence.num_prompt_tokens, num_cached)
-        num_tokens = self._chunk(step, sequence.num_uncomputed_tokens, step.budget)
+        num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         fits = self.manager.allocate_slots(sequence, num_tokens, announce=False)
         assert fits, "admission counted the blocks"
         step.new_rows.append(_new_row(sequence))

@@ -103,11 +103,6 @@ class KVCacheManager:
         whole = -(-len(sequence.token_ids) // self.block_size)
         return sum(whole - sum(block.ref_count > 0 for block in blocks) for blocks in match.blocks)
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks a running sequence has yet to allocate for the tokens it has."""
-        whole = -(-sequence.num_tokens // self.block_size)
-        return sum(max(0, whole - len(table)) for table in sequence.block_tables)
-
     def begin(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Give a waiting sequence its tables, start them with the match, announce the blocks it will compute.
 

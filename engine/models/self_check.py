@@ -2,8 +2,9 @@
 
 Two halves. In small: the config shrunk to tiny width with windows of eight tokens, over three windows in chunks of
 five and beside another sequence, float32, against transformers' own eager attention and masks, with a negative
-control. On the real weights: a few tokens, to catch what depends on them. The fused decoder is
-checked where its recipe fits, and used only if it passes; else transformers' modules, swapped, are.
+control, and once more at the far end of the context, where some models scale by position. On the real weights: a few
+tokens, to catch what depends on them. The fused decoder is checked where its recipe fits, and used only if it passes;
+else transformers' modules, swapped, are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionMetadata, PagedLayer
 from engine.config import StartError
-from engine.models.allow import one_line
+from engine.models.allow import max_exact_position, one_line
 from engine.models.attention_hook import IMPLEMENTATION, select_implementation
 from engine.models.backbone import Backbone
 from engine.models.build import build_tree
@@ -32,6 +33,7 @@ NUM_TOKENS = 3 * WINDOW + 2
 CHUNK = 5
 MAX_DIFFERENCE = 1e-5  # of the largest logit, float32
 MIN_CONTROL = 1e-2  # a model that sees less must differ at least this much
+MAX_FAR_POSITION = 1 << 18  # bounds the rotary tables of the check
 REAL_TOKENS = 24
 REAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # root mean square, relative
 
@@ -39,8 +41,10 @@ REAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # root mean square,
 class PagedRun:
     """Feeds sequences to a backbone in pieces over a small cache of its own with shuffled blocks."""
 
-    def __init__(self, backbone: Backbone, num_blocks: int = 16) -> None:
+    def __init__(self, backbone: Backbone, num_blocks: int = 16, first_position: int = 0) -> None:
+        """first_position: of every sequence's first token, whose cache slots begin at 0 all the same."""
         self._backbone = backbone
+        self._first_position = first_position
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self._free: list[int] = order.tolist()
         self._tables: dict[int, list[int]] = {}
@@ -50,10 +54,11 @@ class PagedRun:
 
     def step(self, pieces: Sequence[tuple[int, list[int]]]) -> list[Tensor]:
         """pieces: (sequence, its next token ids). Returns per piece the logits [num_tokens, vocab], float32."""
-        first = [self._lengths.get(sequence, 0) for sequence, _ in pieces]
+        first = [self._first_position + self._lengths.get(sequence, 0) for sequence, _ in pieces]
         metadata = self.metadata_for(pieces)
         positions = [start + i for start, (_, tokens) in zip(first, pieces, strict=True) for i in range(len(tokens))]
         ids = torch.tensor([token for _, tokens in pieces for token in tokens])
+        self._backbone.model.cover(max(positions) + 1)
         logits = self._backbone.forward(ids, torch.tensor(positions), metadata, torch.arange(len(positions)))
         return list(torch.split(logits, [len(tokens) for _, tokens in pieces]))
 
@@ -114,14 +119,21 @@ def check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Ver
 def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
     tokens = _tokens(NUM_TOKENS)
     tree, expected = _small_model(config, tokens)
+    far = min(max_exact_position(config), MAX_FAR_POSITION) - NUM_TOKENS
+    expected_far = _plain(tree, tokens, max(far, 0))
     other = _tokens(NUM_TOKENS - 9, seed=12)
     expected_other = _plain(tree, other)
     alone = torch.stack([_plain(tree, [token], position)[0] for position, token in enumerate(tokens)])
     select_implementation(tree, IMPLEMENTATION)
     backbone = prepare(tree, backend, NUM_TOKENS + 1, fuse=fuse)
     first, second = _in_chunks(backbone, tokens, other)
+    differences = [first - expected, second - expected_other]
+    if far > 0 and all(layer.spec.chunk is None for layer in backbone.layers):  # chunks lie at absolute positions
+        run = PagedRun(backbone, first_position=far)
+        differences.append(run.step([(0, tokens)])[0] - expected_far)
+        run.close()
     scale = float(expected.abs().max())
-    difference = max(float((first - expected).abs().max()), float((second - expected_other).abs().max())) / scale
+    difference = max(float(each.abs().max()) for each in differences) / scale
     control = float((alone - expected)[1:].abs().max()) / scale
     if not difference < MAX_DIFFERENCE:
         raise StartError(

@@ -22,7 +22,7 @@ from engine.models.user_cache import cache_root, write_atomically
 
 logger = logging.getLogger("pagemill.engine")
 
-VERSION = 2  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
+VERSION = 3  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
 
 
 @dataclass(frozen=True, slots=True)

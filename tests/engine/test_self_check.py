@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine.attention.base import PagedLayer
 from engine.attention.native import NativeAttention
@@ -192,3 +193,27 @@ def test_without_a_control_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(self_check, "MIN_CONTROL", 1e9)
     with pytest.raises(StartError, match="proves nothing"):
         check_in_small(load_config(CONFIGS["llama"]), ReferenceAttention(), fuse=False)
+
+
+def test_scaling_by_position_is_seen_at_the_far_end() -> None:
+    """Ministral 3 has Llama's parameter names and, past a threshold, scales its queries by position."""
+    config = AutoConfig.for_model(
+        "ministral3",
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    with pytest.raises(StartError, match="computes something else"):
+        check_in_small(config, NativeAttention(), fuse=True)
+    check_in_small(config, NativeAttention(), fuse=False)
