@@ -71,16 +71,21 @@ class Conversation:
                     if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
                         yield from _pieces(json.loads(data))
         except httpx.HTTPError as error:
-            raise ChatError(f"The connection to {self._options.base_url} failed: {error}.") from None
+            raise ChatError(f"The connection to {self._options.base_url} failed: {_reason(error)}.") from None
+        except (ValueError, TypeError, AttributeError):  # not JSON, or not of that shape
+            raise ChatError(f"{self._options.base_url} sent an event that is none of OpenAI's.") from None
 
     def _first_model(self) -> str:
         try:
             response = self._client.get("/v1/models")
-        except httpx.HTTPError as error:
-            raise ChatError(f"No server answers at {self._options.base_url}: {error}.") from None
+        except (httpx.HTTPError, UnicodeError) as error:  # UnicodeError: no host name can look like that
+            raise ChatError(f"No server answers at {self._options.base_url}: {_reason(error)}.") from None
         if response.status_code != 200:
             raise ChatError(_message(response))
-        return str(response.json()["data"][0]["id"])
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ChatError(f"What answers at {self._options.base_url} is no OpenAI-compatible server.") from None
 
 
 def _pieces(event: dict[str, Any]) -> Iterator[str]:
@@ -89,6 +94,10 @@ def _pieces(event: dict[str, Any]) -> Iterator[str]:
     for choice in event.get("choices", ()):
         if content := choice.get("delta", {}).get("content"):
             yield content
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).rstrip(".")
 
 
 def _message(response: httpx.Response) -> str:
@@ -101,10 +110,15 @@ def _message(response: httpx.Response) -> str:
 def run(options: Options, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
     """The loop at the terminal; returns the exit code."""
     source, out = stdin or sys.stdin, stdout or sys.stdout
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    headers = {"Authorization": f"Bearer {options.api_key}".encode()} if options.api_key else {}
     timeout = httpx.Timeout(10.0, read=None)
     base_url = options.base_url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base_url, headers=headers, timeout=timeout, trust_env=False) as client:
+    try:
+        opened = httpx.Client(base_url=base_url, headers=headers, timeout=timeout, trust_env=False)
+    except httpx.InvalidURL as error:
+        print(f"pagemill: --base-url {options.base_url} is no address: {_reason(error)}.", file=sys.stderr)
+        return 1
+    with opened as client:
         try:
             conversation = Conversation(options, client)
         except ChatError as error:

@@ -35,7 +35,7 @@ class PromptEncoder:
             param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
             token_ids = self.text(prompt, param=param) if isinstance(prompt, str) else prompt
             if not isinstance(prompt, str):
-                self._check_ids(token_ids, param)
+                self.check_ids(token_ids, param)
             if not token_ids:
                 raise InvalidRequest(f"{param} is empty: it must hold at least one token.", param=param)
             self._check_length(len(token_ids), num_output, param, "prompt")
@@ -58,6 +58,15 @@ class PromptEncoder:
         """Control tokens spelled in a raw prompt are recognised, as elsewhere: whoever sends one writes the format."""
         self._check_characters(len(text), param)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=True)
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Every id is one of the model's."""
+        low, high = min(token_ids, default=0), max(token_ids, default=0)
+        if low < 0 or high >= self._vocab_size:
+            odd = low if low < 0 else high
+            raise InvalidRequest(
+                f"{param} has token id {odd}, outside the vocabulary of {self._vocab_size} tokens.", param=param
+            )
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
@@ -82,14 +91,6 @@ class PromptEncoder:
                 f"{count} characters, which is more than can fit. Please reduce its length.",
                 param=param,
                 code="context_length_exceeded",
-            )
-
-    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self._vocab_size:
-            odd = low if low < 0 else high
-            raise InvalidRequest(
-                f"{param} has token id {odd}, outside the vocabulary of {self._vocab_size} tokens.", param=param
             )
 
     def _check_length(self, num_prompt: int, num_output: int, param: str, noun: str) -> None:

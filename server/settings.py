@@ -248,7 +248,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config {path} cannot be read: {getattr(error, 'strerror', error)}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(f"--config {path} is not valid TOML: {error}.") from None
     table = {name.replace("-", "_"): value for name, value in table.items()}
     for name in table:

@@ -27,10 +27,11 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    """{"tokens"} -> {"prompt"}; ids outside the vocabulary have no text."""
+    """{"tokens"} -> {"prompt"}; ids outside the vocabulary are refused, as /v1/completions refuses them."""
     front = front_of(request)
     body = await read(request, DetokenizeRequest)
     front.check_model(body.model)
+    front.encoder.check_ids(body.tokens, "tokens")
     skip = body.skip_special_tokens is True
     text = await asyncio.to_thread(front.tokenizer.decode, body.tokens, skip_special_tokens=skip)
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

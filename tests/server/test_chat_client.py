@@ -80,6 +80,31 @@ def test_the_terminal_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(body["messages"]) for body in server.bodies] == [1, 1]
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://x:y", f"http://{'a' * 300}/", "ftp://x", "x"])
+def test_an_odd_address_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Options(url, api_key="é"), io.StringIO(""), io.StringIO()) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("pagemill: ")
+    assert url in told
+    assert not told.endswith("..\n")
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": [1]}'])
+def test_another_kind_of_server_is_one_sentence(answer: str) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=answer))
+    with pytest.raises(ChatError, match="no OpenAI-compatible server"):
+        Conversation(Options("http://test"), httpx.Client(transport=transport, base_url="http://test"))
+
+
+@pytest.mark.parametrize("data", ["{", "[]", '{"choices": [1]}'])
+def test_an_odd_event_is_one_sentence(data: str) -> None:
+    server = FakeServer()
+    server.answer = event("Hel") + f"data: {data}\n\n"
+    talk = Conversation(Options("http://test"), server.client())
+    with pytest.raises(ChatError, match="sent an event"):
+        list(talk.ask("Hi"))
+
+
 def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Options("http://127.0.0.1:9"), io.StringIO(""), io.StringIO()) == 1
     assert capsys.readouterr().err.startswith("pagemill: No server answers at http://127.0.0.1:9")

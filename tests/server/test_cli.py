@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from server import preflight
+from server import lifecycle, preflight
 from server.cli import main
+from server.settings import Settings, SettingsError, load
 from tests.server.process import ROOT
 
 RUN = [sys.executable, "-m", "server"]
@@ -140,6 +141,18 @@ finally:
     assert done.stdout.strip() == "['bind', 'model', 'threads 3']"
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, "é" * 300, "no such host"])
+def test_a_host_that_cannot_be_is_one_sentence(host: str) -> None:
+    with pytest.raises(preflight.StartError, match="Cannot listen on"):
+        lifecycle.bind(Settings(host=host, port=0))
+
+
+def test_a_settings_file_nested_without_end_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("port = " + "[" * 100_000)
+    with pytest.raises(SettingsError, match="is not valid TOML"):
+        load({}, tmp_path / "a.toml")
+
+
 # -- what can be known of a model before torch --------------------------------------------------------------------
 
 
@@ -170,6 +183,32 @@ def test_a_folder_must_hold_a_readable_config(tmp_path: Path, config: str | None
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(preflight.StartError, match=sentence):
         preflight.check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b'{"a":' * 100_000], ids=["not UTF-8", "list", "object"])
+def test_a_config_that_cannot_be_parsed_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(preflight.StartError, match="is not valid JSON"):
+        preflight.check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [("~no-such-user/x", "home directory"), ("b" * 300, "File name too long"), ("a/" + "b" * 5000, "too long")],
+)
+def test_a_name_that_the_file_system_refuses_is_one_sentence(command: str, model: str, reason: str) -> None:
+    assert_sentence(run(command, model, *(["--port", "0"] if command == "serve" else [])), 1, reason, model[:100])
+
+
+@pytest.mark.parametrize("refusal", [PermissionError(13, "Permission denied"), ValueError("embedded null byte")])
+def test_whatever_the_file_system_raises_is_one_sentence(refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bool:
+        raise refusal
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(preflight.StartError, match=r"Cannot look for a model at \./x: [^.]+\.$"):
+        preflight.check_model("./x")
 
 
 def test_files_are_told_apart_by_their_first_bytes(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.outputs import SamplingDefaults
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import client_of, error_of
@@ -41,12 +43,19 @@ async def test_tokenize_and_back() -> None:
         hidden = (
             await client.post("/detokenize", json={"tokens": with_bos["tokens"], "skip_special_tokens": True})
         ).json()
-        odd = (await client.post("/detokenize", json={"tokens": [-1, 10**9]})).json()
+        nothing = (await client.post("/detokenize", json={"tokens": []})).json()
         error = error_of(await client.post("/detokenize", json={"tokens": ["a"]}))
     assert bare["tokens"] == TOKENIZER.encode(text, add_special_tokens=False)
     assert with_bos["tokens"] == [TOKENIZER.bos_token_id, *bare["tokens"]]
     assert (with_bos["count"], with_bos["max_model_len"]) == (len(with_bos["tokens"]), 512)
     assert back == {"prompt": "<s>" + text}
     assert hidden == {"prompt": text}
-    assert odd == {"prompt": ""}
+    assert nothing == {"prompt": ""}
     assert error["param"] == "tokens[0]"
+
+
+@pytest.mark.parametrize("odd", [-1, TOKENIZER.vocab_size, 99_999_999, 2**63])
+async def test_ids_outside_the_vocabulary_are_refused(odd: int) -> None:
+    async with client_of(engine()) as client:
+        answer = await client.post("/detokenize", json={"tokens": [1, 2, odd]})
+    assert error_of(answer)["param"] == "tokens"
