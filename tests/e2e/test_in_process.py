@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import httpx
 import pytest
 
@@ -37,12 +39,12 @@ def test_llm_equals_http(http: httpx.Client, llm: LLM, params: SamplingParams, b
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
+def llm() -> Iterator[LLM]:
     """As tests/e2e/conftest.py starts the server."""
-    return LLM(
-        config=EngineConfig(
-            model=ModelConfig(dtype="float32", max_model_len=2048),
-            cache=CacheConfig(memory_bytes=192 << 20),
-            device=DeviceConfig(num_threads=2),
-        )
+    config = EngineConfig(
+        model=ModelConfig(dtype="float32", max_model_len=2048),
+        cache=CacheConfig(memory_bytes=192 << 20),
+        device=DeviceConfig(num_threads=2),
     )
+    with LLM(config=config) as llm:
+        yield llm
