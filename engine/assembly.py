@@ -133,6 +133,7 @@ def _describe(
         "attention_backend": "native",
         "parallel_size": "1",
         "pagemill": _version("pagemill"),
+        "kernels": hashlib.blake2b(ops.LIBRARY.read_bytes(), digest_size=8).hexdigest(),
         "torch": torch.__version__,
     }
     spelled = "\n".join(f"{key}={value}" for key, value in sorted(profile.items()))
@@ -142,7 +143,7 @@ def _describe(
         architecture=model.architecture,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=_within(model.eos_token_ids, vocab_size),
         dtype=profile["dtype"],
         num_parameters=backbone.num_parameters,
         num_blocks=num_blocks,
@@ -155,6 +156,14 @@ def _describe(
         sampling_defaults=model.sampling_defaults,
         load_seconds=seconds,
     )
+
+
+def _within(eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """Without ids that no token can have: files name them by mistake."""
+    known = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+    if known != eos_token_ids:
+        logger.warning("end-of-sequence ids outside the vocabulary are ignored: %s", set(eos_token_ids) - set(known))
+    return known
 
 
 def _version(distribution: str) -> str:

@@ -11,11 +11,12 @@ import itertools
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.assembly import EngineParts, Plan, load_engine, plan
-from engine.config import EngineConfig, StartError
+from engine.config import EngineConfig
 from engine.loop import Abort, EngineLoop, Runner, Stop, Submit
 from engine.outputs import (
     Delivery,
@@ -62,6 +63,8 @@ class AsyncEngine:
         ready: asyncio.Future[None] = self._event_loop.create_future()
 
         def settle(error: BaseException | None) -> None:
+            if ready.cancelled():  # the server ends while the model loads; nobody waits for it any more
+                return
             if ready.done():
                 self._on_death(error)
             elif error is None:
@@ -79,7 +82,7 @@ class AsyncEngine:
         self._loop.start()
         try:
             await ready
-        except StartError:
+        except Exception:
             self._phase = Phase.DEAD
             raise
         if self._phase is Phase.STARTING:
@@ -194,7 +197,11 @@ class AsyncEngine:
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "The prompt must hold at least one token.")
-            if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+            try:
+                ids = array("q", prompt)
+            except (TypeError, OverflowError):
+                raise InvalidParameter("prompt", "Token ids must be integers.") from None
+            if min(ids) < 0 or max(ids) >= info.vocab_size:
                 raise InvalidParameter(
                     "prompt", f"The prompt holds a token id outside the vocabulary of {info.vocab_size} tokens."
                 )

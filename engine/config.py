@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,9 +20,22 @@ class StartError(Exception):
     """The engine cannot start. The message is one sentence for the person at the terminal."""
 
 
-def usable_cores() -> int:
-    """Cores this process may be scheduled on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: those it may be scheduled on, cut by its control group's CPU quota (2 or 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return cores
+    try:
+        share = -(-int(quota) // int(period))
+    except (ValueError, ZeroDivisionError):  # "max": no quota
+        return cores
+    return min(cores, share) if share > 0 else cores
 
 
 @dataclass(frozen=True, slots=True)

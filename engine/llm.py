@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from types import TracebackType
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -13,6 +15,8 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from engine.text import Assembler
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -39,9 +43,15 @@ class LLM:
             config = replace(config, model=replace(config.model, model=model))
         # nobody else is waiting: the queue is bounded by the caller's own list
         unbounded = replace(config.scheduler, max_waiting_requests=2**31, max_waiting_tokens=2**62)
-        self._event_loop = asyncio.new_event_loop()
+        self._event_loop = asyncio.new_event_loop()  # in a thread of its own: the caller may be inside another loop
+        self._thread = Thread(target=self._event_loop.run_forever, name="pagemill-llm", daemon=True)
+        self._thread.start()
         self._engine = AsyncEngine(replace(config, scheduler=unbounded))
-        self._event_loop.run_until_complete(self._engine.start())
+        try:
+            self._run(self._engine.start())
+        except BaseException:
+            self._end()
+            raise
 
     def generate(
         self,
@@ -56,7 +66,14 @@ class LLM:
         texts = [prompts] if isinstance(prompts, str) else prompts
         encode = self._engine.tokenizer.encode
         ids = [encode(prompt, allow_special=True) if isinstance(prompt, str) else list(prompt) for prompt in texts]
-        return self._event_loop.run_until_complete(self._generate(ids, params or SamplingParams(), use_tqdm))
+        return self._run(self._generate(ids, params or SamplingParams(), use_tqdm))
+
+    def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # an interrupted caller ends what it asked for
 
     async def _generate(self, ids: list[list[int]], params: SamplingParams, progress: bool) -> list[list[Completion]]:
         if not ids:
@@ -87,8 +104,13 @@ class LLM:
     def close(self) -> None:
         """End the engine thread and free the model. May be called again."""
         if not self._event_loop.is_closed():
-            self._event_loop.run_until_complete(self._engine.stop())
-            self._event_loop.close()
+            self._run(self._engine.stop())
+            self._end()
+
+    def _end(self) -> None:
+        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
+        self._thread.join()
+        self._event_loop.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -214,7 +214,7 @@ def sample(
 
 
 def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """log_softmax(logits)[ids]: logits [rows, vocab] float32, ids [rows] int64 -> [rows] float32.
+    """log_softmax(logits) at ids: logits [rows, vocab] float32, ids [rows, num_ids] int64 -> [rows, num_ids] float32.
 
     The sum is taken in float64. NaN where a row holds NaN or +inf; -inf for a banned id."""
     logprobs: Tensor = _ops.logprobs_of(logits, ids)

@@ -116,8 +116,8 @@ class Scheduler:
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
         step = StepPlan(now, self._config.max_num_batched_tokens)
-        self._schedule_running(step)
-        self._schedule_waiting(step)
+        if self._schedule_running(step):
+            self._schedule_waiting(step)
         for sequence in reversed(step.overflow):
             self.waiting.appendleft(sequence)
         if not step.rows:
@@ -141,8 +141,10 @@ class Scheduler:
             rows=tuple(step.rows),
         )
 
-    def _schedule_running(self, step: StepPlan) -> None:
-        """Oldest first; part of the budget is kept for those that need one token."""
+    def _schedule_running(self, step: StepPlan) -> bool:
+        """Oldest first; part of the budget is kept for those that need one token. False if one of them stands still
+        for want of memory: a newcomer would only be preempted for it."""
+        served = True
         step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)
         if step.num_decoding:  # a burst of prompts must not make those who already stream wait for all of it
             step.budget = min(step.budget, step.num_decoding + self._config.max_chunk_tokens)
@@ -154,10 +156,15 @@ class Scheduler:
             if num_tokens == 1:
                 unserved -= 1
             num_tokens = min(num_tokens, step.budget - unserved)
-            if num_tokens > 0 and self._make_room(sequence, num_tokens):
+            if num_tokens <= 0:
+                continue
+            if self._make_room(sequence, num_tokens):
                 self._add(step, sequence, num_tokens)
+            else:
+                served = False
         self.running += step.forked
         step.forked.clear()
+        return served
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate slots for the tokens. Younger sequences give way; the youngest itself stands still, as the older

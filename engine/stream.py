@@ -33,6 +33,7 @@ class GenerationStream:
         self._on_abort = on_abort
         self._open: set[Key] = {(p, c) for p in prompt_lens for c in range(n)}  # no finish_reason yet
         self._not_started = {key: prompt_lens[key[0]] for key in self._open}  # no output yet -> prompt tokens
+        self._started = (0, 0)  # sequences and prompt tokens, since the engine last asked
         self._pending: dict[Key, list[SequenceOutput]] = {}
         self._waiter: asyncio.Future[None] | None = None  # a bare future: an Event costs 2 us more per token
 
@@ -59,6 +60,7 @@ class GenerationStream:
         self._pending.pop(key, None)
         if key in self._open:
             self._open.discard(key)
+            self._start(key)
             self._on_abort(self, key)
         self._wake()
 
@@ -66,6 +68,8 @@ class GenerationStream:
         """The reader leaves; whatever is left is aborted. May be called again."""
         self._pending.clear()
         if self._open:
+            for key in self._open:
+                self._start(key)
             self._open.clear()
             self._on_abort(self, None)
         self._wake()
@@ -83,6 +87,7 @@ class GenerationStream:
             if key not in self._open:
                 continue  # finished or closed while this was on its way
             self._pending.setdefault(key, []).append(output)
+            self._start(key)
             if output.finish_reason is not None:
                 self._open.discard(key)
         self._wake()
@@ -93,9 +98,13 @@ class GenerationStream:
 
     def take_started(self) -> tuple[int, int]:
         """(sequences, prompt tokens) that left the waiting state since the last call: first output or end."""
-        started = [key for key in self._not_started if key not in self._open or key in self._pending]
-        tokens = sum(self._not_started.pop(key) for key in started)
-        return len(started), tokens
+        started, self._started = self._started, (0, 0)
+        return started
+
+    def _start(self, key: Key) -> None:
+        tokens = self._not_started.pop(key, None)
+        if tokens is not None:
+            self._started = (self._started[0] + 1, self._started[1] + tokens)
 
 
 def _merge(outputs: list[SequenceOutput]) -> SequenceOutput:

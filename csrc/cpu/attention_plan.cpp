@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t kItemRows = 48;        // rows that share one pass over the keys
 constexpr int64_t kItemsPerThread = 4;   // below this, items are cut by split
+constexpr int64_t kMaxPartialBytes = int64_t(64) << 20;  // above this they are not: the results are the same
 
 struct Aligned {
   void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
@@ -77,11 +78,11 @@ void run_attention(const KernelTable& table, const AttentionArgs& args, int64_t 
   const int64_t scratch_bytes = attention_scratch_bytes(max_rows, args.key_dim, args.value_dim);
   const bool alone = threads.num_threads == 1 || work < threads.alone_below;
   const Threads used{alone ? 1 : threads.num_threads, 0, threads.parallel};
-  if (alone || count >= kItemsPerThread * threads.num_threads) {
+  const int64_t floats = padded_rows(max_rows) * partial_floats(args.value_dim);
+  if (alone || count >= kItemsPerThread * threads.num_threads || total * floats * 4 > kMaxPartialBytes) {
     drain(used, count, scratch_bytes, [&](int64_t i, char* scratch) { table.attend(args, items[i], scratch); });
     return;
   }
-  const int64_t floats = padded_rows(max_rows) * partial_floats(args.value_dim);
   const AlignedBytes memory = allocate(std::max<int64_t>(total, 1) * floats * 4);
   float* next = reinterpret_cast<float*>(memory.get());
   std::vector<AttentionItem> merges = items, pieces;

@@ -227,8 +227,8 @@ int64_t sample_row(Row& row, const SampleArgs& a, int64_t r) {
   return draw_from_candidates(c, bits);
 }
 
-// log softmax(logits)[id], the sum of exponentials in float64.
-float logprob(const float* logits, int64_t vocab, int64_t id) {
+// log softmax(logits) of each id, the sum of exponentials in float64 and taken once.
+void logprobs(const float* logits, int64_t vocab, const int64_t* ids, int64_t num_ids, float* out) {
   float copy[kBlock];
   Vec best = splat(-kInfinity);
   IntVec nan{};
@@ -253,7 +253,8 @@ float logprob(const float* logits, int64_t vocab, int64_t id) {
   const PartDouble sum = sums[0] + sums[1];
   double total = 0;
   for (int64_t i = 0; i < kLanes / 2; ++i) total += sum[i];
-  return float(double(logits[id]) - double(max) - __builtin_log(total));
+  const double log_total = __builtin_log(total);
+  for (int64_t i = 0; i < num_ids; ++i) out[i] = float(double(logits[ids[i]]) - double(max) - log_total);
 }
 
 }  // namespace
@@ -269,7 +270,8 @@ void sample(const SampleArgs& args, int64_t row_begin, int64_t row_end) {
 
 void logprobs_of(const LogprobArgs& args, int64_t row_begin, int64_t row_end) {
   for (int64_t r = row_begin; r < row_end; ++r)
-    args.logprobs[r] = logprob(args.logits + r * args.stride, args.vocab, args.ids[r]);
+    logprobs(args.logits + r * args.stride, args.vocab, args.ids + r * args.num_ids, args.num_ids,
+             args.logprobs + r * args.num_ids);
 }
 
 }  // namespace pagemill::PAGEMILL_LEVEL

@@ -20,9 +20,9 @@ struct SampleArgs {
 
 struct LogprobArgs {
   const float* logits;  // [rows, vocab], rows `stride` elements apart
-  int64_t stride, vocab;
-  const int64_t* ids;  // [rows]
-  float* logprobs;     // [rows]
+  int64_t stride, vocab, num_ids;
+  const int64_t* ids;  // [rows, num_ids]
+  float* logprobs;     // [rows, num_ids]
 };
 
 }  // namespace pagemill

@@ -76,14 +76,19 @@ Tensor logprobs_of(const Tensor logits, const Tensor ids) {
   const char* op = "logprobs_of";
   check_logits(op, logits);
   const int64_t rows = logits.size(0), vocab = logits.size(1);
-  const int64_t* chosen = per_row<int64_t>(op, "ids", ids, rows, ScalarType::Long);
-  for (int64_t r = 0; r < rows; ++r) {
-    if (chosen[r] < 0 || chosen[r] >= vocab) {
-      fail(op, "ids", "wanted ids from 0 to ", vocab - 1, ", got ", chosen[r], " in row ", r);
+  check_cpu(op, "ids", ids);
+  check_shape(op, "ids", ids, "[rows, num_ids]", {rows, -1});
+  check_dtype(op, "ids", ids, ScalarType::Long);
+  check_contiguous(op, "ids", ids);
+  const int64_t num_ids = ids.size(1);
+  const auto* chosen = reinterpret_cast<const int64_t*>(bytes_of(ids));
+  for (int64_t i = 0; i < rows * num_ids; ++i) {
+    if (chosen[i] < 0 || chosen[i] >= vocab) {
+      fail(op, "ids", "wanted ids from 0 to ", vocab - 1, ", got ", chosen[i], " in row ", i / num_ids);
     }
   }
-  Tensor logprobs = torch::stable::new_empty(logits, {rows}, ScalarType::Float);
-  const LogprobArgs args{reinterpret_cast<const float*>(bytes_of(logits)), logits.stride(0), vocab, chosen,
+  Tensor logprobs = torch::stable::new_empty(logits, {rows, num_ids}, ScalarType::Float);
+  const LogprobArgs args{reinterpret_cast<const float*>(bytes_of(logits)), logits.stride(0), vocab, num_ids, chosen,
                          reinterpret_cast<float*>(mutable_bytes_of(logprobs))};
   const KernelTable& table = kernels();
   torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) { table.logprobs_of(args, begin, end); });

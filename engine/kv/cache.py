@@ -49,16 +49,37 @@ def num_blocks_for(config: CacheConfig, layers: Sequence[PagedLayer], dtype: tor
 
 def available_memory() -> int:
     """Bytes this process may still take: the machine's available memory, cut by its cgroup's limit."""
+    limited = cgroup_available(Path("/sys/fs/cgroup"))
     available = _meminfo_available()
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    return available if limited is None else min(available, limited)
+
+
+def cgroup_available(root: Path) -> int | None:
+    """Bytes below the limit of the control group mounted at `root` (version 2 or 1); None without a limit.
+
+    Page cache that the kernel can drop counts as free, as kubelet and docker stats count it: reading the model's own
+    files fills it up to the limit."""
+    for limit_file, usage_file, stat_file, droppable in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
-        limit = _read_int(Path("/sys/fs/cgroup") / limit_file)
-        usage = _read_int(Path("/sys/fs/cgroup") / usage_file)
+        limit, usage = _read_int(root / limit_file), _read_int(root / usage_file)
         if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage))
-    return available
+            return max(0, limit - max(0, usage - _read_stat(root / stat_file, droppable)))
+    return None
+
+
+def _read_stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(name + " ")), 0)
 
 
 def _meminfo_available() -> int:

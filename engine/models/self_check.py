@@ -119,8 +119,8 @@ def check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Ver
 def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
     tokens = _tokens(NUM_TOKENS)
     tree, expected = _small_model(config, tokens)
-    far = min(max_exact_position(config), MAX_FAR_POSITION) - NUM_TOKENS
-    expected_far = _plain(tree, tokens, max(far, 0))
+    far = _far_position(config)
+    expected_far = _plain(tree, tokens, far) if far else expected
     other = _tokens(NUM_TOKENS - 9, seed=12)
     expected_other = _plain(tree, other)
     alone = torch.stack([_plain(tree, [token], position)[0] for position, token in enumerate(tokens)])
@@ -128,7 +128,7 @@ def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Ve
     backbone = prepare(tree, backend, NUM_TOKENS + 1, fuse=fuse)
     first, second = _in_chunks(backbone, tokens, other)
     differences = [first - expected, second - expected_other]
-    if far > 0 and all(layer.spec.chunk is None for layer in backbone.layers):  # chunks lie at absolute positions
+    if far and all(layer.spec.chunk is None for layer in backbone.layers):  # chunks lie at absolute positions
         run = PagedRun(backbone, first_position=far)
         differences.append(run.step([(0, tokens)])[0] - expected_far)
         run.close()
@@ -146,6 +146,13 @@ def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Ve
             f"only {control:.1e}."
         )
     return Verdict(difference, control, backbone.batch_invariant and _keeps_bits(backbone, tokens, first))
+
+
+def _far_position(config: Any) -> int:
+    """Where the last NUM_TOKENS tokens of the context begin; 0 if config.json names no length."""
+    if not getattr(config, "max_position_embeddings", None):
+        return 0
+    return max(0, min(max_exact_position(config), MAX_FAR_POSITION) - NUM_TOKENS)
 
 
 def _small_model(config: Any, tokens: list[int]) -> tuple[Any, Tensor]:

@@ -6,6 +6,7 @@ look at each other.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,10 @@ from engine.outputs import TokenLogprobs
 from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
 from engine.sampling_params import SamplingParams
 
+logger = logging.getLogger("pagemill.engine")
+
 NON_FINITE = "The model produced logits that are not finite."
+NOT_PROCESSED = "The request's sampling parameters could not be applied."
 
 
 class SamplingRows:
@@ -63,13 +67,30 @@ class Sampler:
     ) -> list[RowOutput]:
         """logits [num_logits, vocab] float32; source[i] is the logits row that rows[i] samples from.
 
-        The token of rows[i] goes to position len(contexts[i].token_ids)."""
-        logits = logits[:, : self.vocab_size].contiguous()
-        raw = logits if len(rows) == len(logits) else logits[torch.from_numpy(source)]
-        processed = self._process(raw, rows, contexts)
+        The token of rows[i] goes to position len(contexts[i].token_ids). Rows with processors are changed in
+        `logits` and put back."""
+        logits = logits[:, : self.vocab_size]
+        if len(rows) != len(logits):
+            logits = logits[torch.from_numpy(source)]
+        touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
+        raw = logits[touched]  # a copy: logprobs are those of the raw logits
+        failed = [i for i in touched if not _process(logits[i], contexts[i])]
+        ids = self._draw(logits, rows, contexts)
+        logits[touched] = raw
+        # a row that failed has id -1; its logprob is not read
+        logprobs = ops.logprobs_of(logits, ids.clamp(min=0).unsqueeze(1))[:, 0].tolist()
+        outputs = [
+            self._output(logits[i], token_id, logprobs[i], contexts[i].params)
+            for i, token_id in enumerate(ids.tolist())
+        ]
+        for i in failed:
+            outputs[i] = RowOutput(error=NOT_PROCESSED)
+        return outputs
+
+    def _draw(self, logits: Tensor, rows: Sequence[int], contexts: Sequence[RowContext]) -> Tensor:
         table, index = self.rows, np.asarray(rows, dtype=np.int64)
-        ids = ops.sample(
-            processed,
+        return ops.sample(
+            logits,
             torch.from_numpy(table.temperature[index]),
             torch.from_numpy(table.top_k[index]),
             torch.from_numpy(table.top_p[index]),
@@ -78,22 +99,6 @@ class Sampler:
             torch.from_numpy(table.seed_key[index].view(np.int64)),
             torch.tensor([len(c.token_ids) for c in contexts], dtype=torch.int64),
         )
-        # a row that failed has id -1; its logprob is not read
-        logprobs = ops.logprobs_of(raw, ids.clamp(min=0)).tolist()
-        return [
-            self._output(raw[i], token_id, logprobs[i], contexts[i].params) for i, token_id in enumerate(ids.tolist())
-        ]
-
-    def _process(self, raw: Tensor, rows: Sequence[int], contexts: Sequence[RowContext]) -> Tensor:
-        """Rows with processors change on a copy: logprobs are those of the raw logits."""
-        touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
-        if not touched:
-            return raw
-        logits = raw.clone()
-        for i in touched:
-            for processor in PROCESSORS:
-                processor(logits[i], contexts[i])
-        return logits
 
     @staticmethod
     def _output(raw: Tensor, token_id: int, logprob: float, params: SamplingParams) -> RowOutput:
@@ -103,13 +108,25 @@ class Sampler:
         return RowOutput(token_ids=(token_id,), logprobs=(logprob,), top_logprobs=top)
 
 
+def _process(logits: Tensor, context: RowContext) -> bool:
+    """Change one row in place. False if its parameters cannot be applied: that is this request's trouble alone."""
+    try:
+        for processor in PROCESSORS:
+            processor(logits, context)
+    except (IndexError, ValueError, RuntimeError) as error:
+        logger.error("sampling parameters could not be applied", exc_info=error)
+        return False
+    return True
+
+
 def top_logprobs(raw: Tensor, count: int) -> TokenLogprobs:
     """The `count` most likely ids of raw [vocab] float32 and their log-softmax; ties: the lower id first."""
     if count == 0:
         return TokenLogprobs((), ())
-    # topk leaves the order of ties open; over-fetch, then sort by (-logit, id)
-    values, ids = torch.topk(raw, min(count + 32, raw.shape[0]))
-    ranked = sorted(zip((-values).tolist(), ids.tolist(), strict=True))[:count]
-    chosen = torch.tensor([token_id for _, token_id in ranked], dtype=torch.int64)
-    rows = raw.unsqueeze(0).expand(len(ranked), -1).contiguous()
-    return TokenLogprobs(tuple(chosen.tolist()), tuple(ops.logprobs_of(rows, chosen).tolist()))
+    # topk leaves open which of equal values it takes
+    least = torch.topk(raw, min(count, raw.shape[0])).values[-1]
+    above = torch.nonzero(raw > least)[:, 0]
+    equal = torch.nonzero(raw == least)[: count - len(above), 0]
+    ids = torch.sort(torch.cat([above, equal])).values
+    ids = ids[torch.sort(raw[ids], descending=True, stable=True).indices]
+    return TokenLogprobs(tuple(ids.tolist()), tuple(ops.logprobs_of(raw.unsqueeze(0), ids.unsqueeze(0))[0].tolist()))

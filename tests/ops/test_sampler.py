@@ -231,19 +231,19 @@ def test_strided_rows_and_no_rows(level: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 128, 49_152])
 def test_logprobs(vocab: int, level: str) -> None:
     logits = random_logits(9, vocab, seed=10)
-    ids = torch.randint(0, vocab, (9,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, vocab, (9, 3), generator=torch.Generator().manual_seed(1))
     got = ops.logprobs_of(logits, ids)
-    want = torch.log_softmax(logits.double(), -1).gather(1, ids[:, None])[:, 0]
+    want = torch.log_softmax(logits.double(), -1).gather(1, ids)
     torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-7)
-    alone = torch.cat([ops.logprobs_of(logits[i : i + 1], ids[i : i + 1]) for i in range(9)])
-    assert torch.equal(got, alone)
+    alone = torch.cat([ops.logprobs_of(logits[i : i + 1], ids[i : i + 1, :1]) for i in range(9)])
+    assert torch.equal(got[:, :1], alone)
 
 
 def test_logprobs_of_odd_rows(level: str) -> None:
     logits = torch.zeros(3, 200)
     logits[0, 5] = -torch.inf
     logits[1, 5] = torch.nan
-    got = ops.logprobs_of(logits, torch.tensor([5, 0, 0]))
+    got = ops.logprobs_of(logits, torch.tensor([[5], [0], [0]]))[:, 0]
     assert got[0] == -torch.inf
     assert got[1].isnan()
     assert got[2].item() == pytest.approx(-np.log(200))
@@ -281,8 +281,11 @@ def call(**changes: Tensor) -> Callable[[], Tensor]:
         (call(min_p=torch.tensor([-0.1, 1.0])), "sample: min_p: wanted a number between 0 and 1"),
         (call(greedy=torch.zeros(2)), "sample: greedy: wanted uint8, got float32"),
         (call(positions=torch.zeros(4, dtype=torch.int64)[::2]), "sample: positions: wanted a contiguous tensor"),
-        (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([0, 4])), "logprobs_of: ids: wanted ids from 0 to 3"),
-        (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([0, -1])), "logprobs_of: ids: wanted ids from 0"),
+        (
+            lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([[0], [4]])),
+            "logprobs_of: ids: wanted ids from 0 to 3",
+        ),
+        (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([[0], [-1]])), "logprobs_of: ids: wanted ids from 0"),
     ],
 )
 def test_wrong_arguments_are_named(run: Callable[[], Tensor], message: str) -> None:

@@ -1,0 +1,211 @@
+"""AsyncEngine over the fake runner: admission, containment, drain, death; no torch model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.batch import ScheduledBatch
+from engine.config import EngineConfig, SchedulerConfig, StartError
+from engine.kv.manager import KVCacheManager
+from engine.outputs import Delivery, ModelInfo, NotServing, Phase, QueueFull, SequenceOutput
+from engine.sampling_params import InvalidParameter, SamplingParams
+from engine.scheduler import Scheduler
+from tests.engine.fake_runner import FakeRunner
+
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+class Runner(FakeRunner):
+    """Fails or blocks when told to."""
+
+    fault: BaseException | None = None
+    gate: Any = None
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        if self.gate is not None:
+            self.gate.wait()
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            self.lost_a_step = True
+            raise fault
+        return super().launch(batch)
+
+
+def parts(config: EngineConfig) -> Any:
+    info = ModelInfo(
+        name="fake",
+        source="fake",
+        architecture="Fake",
+        max_model_len=64,
+        vocab_size=1000,
+        eos_token_ids=(2,),
+        dtype="float32",
+        num_parameters=0,
+        num_blocks=16,
+        block_size=16,
+        kv_bytes_per_token=1,
+        num_threads=1,
+    )
+    scheduler = Scheduler(config.scheduler, KVCacheManager(16, 16), 64)
+    return SimpleNamespace(runner=Runner(16), scheduler=scheduler, info=info, tokenizer=None)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=4, max_waiting_requests=4, max_num_batched_tokens=64))
+    engine = AsyncEngine(config, parts)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+def runner_of(engine: AsyncEngine) -> Runner:
+    runner = engine._loaded.runner
+    assert isinstance(runner, Runner)
+    return runner
+
+
+async def read(stream: Any) -> list[SequenceOutput]:
+    try:
+        return [output async for outputs in stream for output in outputs]
+    finally:
+        stream.close()
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Until the engine's last delivery has been seen and nothing is admitted."""
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if not engine._streams and not engine._loaded.scheduler.has_work:
+            break
+    assert (engine._num_waiting, engine._num_waiting_tokens) == (0, 0)
+    manager = engine._loaded.scheduler.manager
+    assert manager.num_free_blocks == manager.allocator.num_blocks
+
+
+async def test_every_token_of_every_choice_arrives(engine: AsyncEngine) -> None:
+    stream = engine.generate([[5, 6], [7]], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
+    outputs = await read(stream)
+    counts: dict[tuple[int, int], int] = {}
+    for output in outputs:
+        key = (output.prompt_index, output.choice_index)
+        counts[key] = counts.get(key, 0) + len(output.token_ids)
+    assert counts == {(p, c): 4 for p in (0, 1) for c in (0, 1)}
+    assert sum(output.finish_reason == "length" for output in outputs) == 4
+    await settled(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params"),
+    [
+        ([], PARAMS),
+        ([[]], PARAMS),
+        ([[1000]], PARAMS),
+        ([[-1]], PARAMS),
+        ([[1.0]], PARAMS),
+        ([[2**70]], PARAMS),
+        ([[1] * 61], PARAMS),
+        ([[1] * 64], SamplingParams(max_tokens=None)),
+        ([[1]] * 9, PARAMS),
+        ([[1]], SamplingParams(logit_bias=((1000, 1.0),))),
+        ([[1]], SamplingParams(stop_token_ids=(1000,))),
+    ],
+    ids=["none", "empty", "id", "negative", "float", "huge", "long", "full", "many", "bias", "stop"],
+)
+async def test_what_can_never_be_served_is_refused(
+    engine: AsyncEngine, prompts: list[list[int]], params: SamplingParams
+) -> None:
+    with pytest.raises(InvalidParameter):
+        engine.generate(prompts, params)
+    await settled(engine)
+
+
+async def test_absent_max_tokens_means_what_remains(engine: AsyncEngine) -> None:
+    outputs = await read(engine.generate([[5] * 60], SamplingParams(max_tokens=None, ignore_eos=True)))
+    assert sum(len(output.token_ids) for output in outputs) == 4
+
+
+async def test_a_full_queue_refuses_and_recovers(engine: AsyncEngine) -> None:
+    streams = [engine.generate([[i + 3]], PARAMS) for i in range(8)]
+    with pytest.raises(QueueFull):
+        engine.generate([[1]], PARAMS)
+    for stream in streams:
+        assert (await read(stream))[-1].finish_reason == "length"
+    await settled(engine)
+    assert (await read(engine.generate([[1]], PARAMS)))[-1].finish_reason == "length"
+
+
+async def test_a_step_that_fails_ends_its_requests_and_no_others(engine: AsyncEngine) -> None:
+    runner_of(engine).fault = RuntimeError("a kernel failed")
+    outputs = await read(engine.generate([[5]], PARAMS))
+    assert outputs[-1].finish_reason == "error"
+    assert "kernel" not in (outputs[-1].error or ""), "inner detail stays inside"
+    assert engine.phase is Phase.READY
+    assert (await read(engine.generate([[5]], PARAMS)))[-1].finish_reason == "length"
+    await settled(engine)
+
+
+async def test_a_closed_stream_frees_its_blocks(engine: AsyncEngine) -> None:
+    deliveries: list[Delivery] = []
+    engine.add_listener(deliveries.append)
+    stream = engine.generate([[5]], SamplingParams(max_tokens=60, ignore_eos=True))
+    await anext(stream)
+    stream.close()
+    await settled(engine)
+    last = deliveries[-1].step
+    assert last is not None
+    assert (last.num_running, last.num_waiting, last.cache.num_used_blocks) == (0, 0, 0)
+
+
+async def test_draining_refuses_new_work_and_ends_what_takes_too_long(engine: AsyncEngine) -> None:
+
+    runner_of(engine).gate = gate = threading.Event()
+    stream = engine.generate([[5]], PARAMS)
+    reading = asyncio.create_task(read(stream))
+    await engine.drain(0.05)
+    with pytest.raises(NotServing):
+        engine.generate([[5]], PARAMS)
+    gate.set()
+    assert (await reading)[-1].finish_reason == "error"
+
+
+async def test_death_reaches_every_reader(engine: AsyncEngine) -> None:
+    runner_of(engine).fault = SystemExit("not an Exception: no containment")
+    outputs = await read(engine.generate([[5]], PARAMS))
+    await engine.wait_dead()
+    assert engine.phase is Phase.DEAD
+    assert outputs[-1].finish_reason == "error"
+    with pytest.raises(NotServing):
+        engine.generate([[5]], PARAMS)
+
+
+async def test_a_step_that_hangs_is_noticed() -> None:
+
+    engine = AsyncEngine(EngineConfig(step_timeout_s=0.01), parts)
+    await engine.start()
+    runner_of(engine).gate = gate = threading.Event()
+    stream = engine.generate([[5]], PARAMS)
+    await asyncio.sleep(0.1)
+    assert engine.hung
+    gate.set()
+    await read(stream)
+    assert not engine.hung
+    await engine.stop()
+
+
+async def test_a_load_that_fails_says_why() -> None:
+    def load(config: EngineConfig) -> Any:
+        raise StartError("There is no model.")
+
+    engine = AsyncEngine(EngineConfig(), load)
+    with pytest.raises(StartError, match="There is no model"):
+        await engine.start()
+    assert engine.phase is Phase.DEAD
+    await engine.stop()

@@ -1,0 +1,82 @@
+"""EngineConfig: contradictions are refused in a sentence; cores and memory respect the control group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StartError, usable_cores
+from engine.kv.cache import cgroup_available
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache": CacheConfig(block_size=8)},
+        {"cache": CacheConfig(block_size=0)},
+        {"cache": CacheConfig(memory_utilization=0.0)},
+        {"scheduler": SchedulerConfig(max_num_seqs=0)},
+        {"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=63)},
+        {"model": ModelConfig(max_model_len=1)},
+    ],
+)
+def test_contradictions_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(StartError) as caught:
+        EngineConfig(**fields)  # type: ignore[arg-type]  # each value fits its field
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "10000 100000"}, 1),
+        ({"cpu.max": "6400000 100000"}, 8),
+        ({"cpu.max": "nonsense"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_cores_respect_the_quota(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    _write(tmp_path, files)
+    assert usable_cores(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, None),
+        ({"memory.max": "max", "memory.current": "5"}, None),
+        ({"memory.max": "1000", "memory.current": "900"}, 100),
+        ({"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 1\ninactive_file 700\n"}, 800),
+        ({"memory.max": "1000", "memory.current": "1200"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "900",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 600\n",
+            },
+            700,
+        ),
+    ],
+)
+def test_memory_respects_the_limit_and_knows_what_the_kernel_can_drop(
+    files: dict[str, str], available: int | None, tmp_path: Path
+) -> None:
+    _write(tmp_path, files)
+    assert cgroup_available(tmp_path) == available
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
