@@ -53,8 +53,19 @@ class Plan:
 
 def load_engine(config: EngineConfig) -> EngineParts:
     """Load, size the pool, build and warm up. Raises StartError with one sentence."""
+    try:
+        return _load_engine(config)
+    except MemoryError as error:
+        raise StartError("There is too little memory to load this model.") from error
+    except RuntimeError as error:  # torch's allocator
+        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+            raise StartError("There is too little memory to load this model.") from error
+        raise
+
+
+def _load_engine(config: EngineConfig) -> EngineParts:
     torch.set_num_threads(config.device.compute_threads())
-    ops.set_isa(config.device.cpu_isa)
+    _select_isa(config.device.cpu_isa)
     model = load_model(config.model, config.device, backend=NativeAttention())
     backbone = model.backbone
     max_model_len = _wanted_model_len(config, model)
@@ -77,6 +88,13 @@ def load_engine(config: EngineConfig) -> EngineParts:
     seconds = {**model.load_seconds, "warm_up": time.monotonic() - started}
     info = _describe(config, model, max_model_len, vocab_size, num_blocks, seconds)
     return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info)
+
+
+def _select_isa(name: str) -> None:
+    levels = ops.isa_levels()
+    if name not in ("auto", *levels):
+        raise StartError(f"--cpu-isa {name} is not to be had here; this machine and build have {', '.join(levels)}.")
+    ops.set_isa(name)
 
 
 def new_scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:

@@ -16,6 +16,9 @@ CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 
+MAX_THREADS = 1024
+
+
 class StartError(Exception):
     """The engine cannot start. The message is one sentence for the person at the terminal."""
 
@@ -109,6 +112,8 @@ class EngineConfig:
                 f"--max-num-batched-tokens ({sched.max_num_batched_tokens}) must be at least --max-num-seqs "
                 f"({sched.max_num_seqs}), so that every running sequence gets a token per step."
             )
+        if self.device.num_threads is not None and not 1 <= self.device.num_threads <= MAX_THREADS:
+            raise StartError(f"--num-threads must lie between 1 and {MAX_THREADS}, got {self.device.num_threads}.")
         if self.model.max_model_len is not None and self.model.max_model_len < 2:
             raise StartError(f"--max-model-len must be at least 2, got {self.model.max_model_len}.")
         if not 0.0 < cache.memory_utilization <= 1.0:

@@ -21,6 +21,7 @@ from engine.config import StartError
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Exact in a sweep over all architectures although their class does not set _supports_attention_backend.
 TESTED_WITHOUT_FLAG = frozenset({"biogpt", "stablelm"})
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Rotation frequencies that depend on the longest position in the batch: exact only below a fixed length.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -39,16 +40,22 @@ def load_config(hf_config: Mapping[str, Any]) -> Any:
         raise StartError(f"Model type {model_type!r} is not one this version of transformers knows.")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise StartError(f"Model type {model_type!r} has no causal language model in transformers.")
-    if hf_config.get("quantization_config") or values.get("quantization_config"):
-        method = (hf_config.get("quantization_config") or values["quantization_config"]).get("quant_method", "unknown")
+    quantization = hf_config.get("quantization_config") or values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise StartError(
             f"The weights are quantised with {method!r}, which is not supported; use a GGUF file instead."
         )
     config_class = getattr(_package(model_type), CONFIG_MAPPING_NAMES[model_type])
     try:
-        return config_class.from_dict(values)
+        config = config_class.from_dict(values)
     except Exception as error:  # config classes validate themselves and raise kinds of their own
         raise StartError(f"config.json of model type {model_type!r} cannot be used: {one_line(error)}.") from error
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise StartError(f"config.json of model type {model_type!r} has {name} {size!r}.")
+    return config
 
 
 def model_class(config: Any) -> Any:

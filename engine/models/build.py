@@ -7,7 +7,9 @@ untouched address space until the checkpoint's tensors take their place, without
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from transformers.modeling_utils import LoadStateDictConfig, local_torch_dtype
 
 from engine.config import StartError
 from engine.models.allow import float32_parameters, model_class, one_line
+
+logger = logging.getLogger("pagemill.engine")
 
 NOISE_STD = 0.02  # of dummy weights
 
@@ -66,10 +70,25 @@ def assign_weights(tree: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torc
     _tie(tree, missing)
     if missing and strangers:
         missing = _convert(tree, missing, strangers, dtype)
+        strangers = {}  # it has taken what it could name
     if missing:
         raise StartError(
             f"The weights lack {len(missing)} of {len(slots)} tensors that a {type(tree).__name__} needs, the first "
             f"being {min(missing)}."
+        )
+    _report_unused(tree, strangers)
+
+
+def _report_unused(tree: Any, strangers: Mapping[str, Tensor]) -> None:
+    """Say which tensors no part of the model has asked for, unless the model declares that it ignores them."""
+    ignored = getattr(tree, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [name for name in strangers if not any(re.search(pattern, name) for pattern in ignored)]
+    unused = [name for name in unused if not name.endswith("inv_freq")]  # old checkpoints kept these buffers
+    if unused:
+        logger.warning(
+            "%d tensors of the weights are not part of the model that config.json describes, the first being %s",
+            len(unused),
+            min(unused),
         )
 
 

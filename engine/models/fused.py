@@ -165,7 +165,8 @@ class _Weights:
         return _Linear(weight, bias)
 
     def norm(self, path: str) -> _Norm:
-        return _Norm(self.tensor(f"{path}.weight"), self._recipe.norms[path.rpartition(".")[2]])
+        # a copy: a view would keep the whole file mapped after all else is packed
+        return _Norm(self.tensor(f"{path}.weight").clone(), self._recipe.norms[path.rpartition(".")[2]])
 
     def norm_or_none(self, path: str) -> _Norm | None:
         return self.norm(path) if path.rpartition(".")[2] in self._recipe.norms else None
@@ -229,7 +230,7 @@ class FusedModel:
     ) -> None:
         """tensors: by transformers' names, all of one dtype. Raises StartError if one is missing."""
         weights = _Weights(tensors, recipe)
-        self._embedding = weights.tensor(EMBEDDING)
+        self._embedding = weights.tensor(EMBEDDING).clone()
         self.vocab_size = recipe.vocab_size
         self.dtype = self._embedding.dtype
         self._backend = backend

@@ -14,7 +14,8 @@ import torch
 
 from engine import ops
 from engine.attention.base import AttentionBackend
-from engine.config import DeviceConfig, ModelConfig
+from engine.config import DeviceConfig, ModelConfig, StartError
+from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
 from engine.models.config_facts import choose_dtype, sampling_defaults
 from engine.models.fused import FusedModel, FusedRecipe
@@ -53,6 +54,7 @@ def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionB
         source = resolve_source(config.model, load_format=config.load_format)
         weights = open_weights(source, cache_dir=config.cache_dir, load_format=config.load_format)
         dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa()))
+        _check_room(weights.num_parameters * dtype.itemsize)
     backbone, max_position = _load_backbone(config, weights, dtype, backend, watch)
     with watch.phase("tokenizer"):
         tokenizer = open_tokenizer(
@@ -73,6 +75,14 @@ def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionB
         architecture=weights.architecture,
         load_seconds=watch.seconds,
     )
+
+
+def _check_room(num_bytes: int) -> None:
+    available = available_memory()
+    if num_bytes > available:
+        raise StartError(
+            f"The model's weights take {size_text(num_bytes)}, but only {size_text(available)} of memory is available."
+        )
 
 
 def _load_backbone(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.config import StartError
@@ -54,7 +54,9 @@ def open_shard(path: Path) -> Shard:
                 raise ValueError("its header is cut short or no header at all")
             header = file.read(length)
         shapes = _check(json.loads(header), size - 8 - length)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(str(path), framework="pt"):  # the library's own opinion, before anything depends on it
+            pass
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise StartError(f"{path} is not a readable safetensors file ({_reason(error)}).") from error
     return Shard(path, shapes, header)
 

@@ -1,7 +1,8 @@
 """The user's cache directory: what costs seconds to derive from a model file and may be thrown away at any time.
 
     <root>/hashes/<identity>            content hash of a file, remembered by path, size, inode and times
-    <root>/gguf/<content hash>/...      tokenizer.json and dequantised weights of one GGUF file
+    <root>/gguf/<content hash>/...      dequantised weights of one GGUF file
+    <root>/self_check/<key>.json        what the self-check found, and the fused decoder's recipe
 
 Nothing in here is trusted because it is there: readers check what they find and rebuild it, and every write goes to
 a temporary file that replaces the target in one step. A cache that cannot be written costs time, never a start.

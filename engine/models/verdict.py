@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +17,11 @@ import torch
 
 from engine import ops
 from engine.models.fused import FusedRecipe
-from engine.models.user_cache import cache_root, write_atomically
+from engine.models.user_cache import cache_root, write_bytes
 
 logger = logging.getLogger("pagemill.engine")
 
-VERSION = 3  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
+VERSION = 4  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,10 @@ class VerdictStore:
 
     def load(self) -> Kept | None:
         try:
-            values = json.loads(self._path.read_text())
+            digest, _, data = self._path.read_bytes().partition(b"\n")
+            if digest != _digest(data):
+                return None
+            values = json.loads(data)
             recipe = values["recipe"]
             return Kept(
                 Verdict(**values["verdict"]),
@@ -86,8 +88,12 @@ class VerdictStore:
             "recipe": None if kept.recipe is None else kept.recipe.to_json(),
         }
         data = json.dumps(values).encode()
-        write: Callable[[Any], None] = lambda file: file.write(data)  # noqa: E731
         try:
-            write_atomically(self._path, write)
+            write_bytes(self._path, _digest(data) + b"\n" + data)
         except OSError as error:
             logger.warning("The self-check's verdict could not be kept (%s); the next start repeats it.", error)
+
+
+def _digest(data: bytes) -> bytes:
+    """Tells a file that is whole from one that something has damaged."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest().encode()

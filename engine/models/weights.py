@@ -153,11 +153,11 @@ class GgufWeights(Weights):
 
     def _cached(self, path: Path) -> safetensors_files.Shard | None:
         """The cached file if it is whole: right shapes, full length, and untouched since it was written."""
-        if not path.is_file() or not _is_sealed(path):
-            return None
         try:
+            if not path.is_file() or not _is_sealed(path):
+                return None
             shard = safetensors_files.open_shard(path)
-        except StartError:
+        except (OSError, StartError):
             return None
         return shard if shard.shapes == self.shapes else None
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StartError, usable_cores
-from engine.kv.cache import cgroup_available
+from engine.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StartError,
+    usable_cores,
+)
+from engine.memory import cgroup_available, own_cgroup
 
 
 @pytest.mark.parametrize(
@@ -20,6 +28,8 @@ from engine.kv.cache import cgroup_available
         {"scheduler": SchedulerConfig(max_num_seqs=0)},
         {"scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=63)},
         {"model": ModelConfig(max_model_len=1)},
+        {"device": DeviceConfig(num_threads=0)},
+        {"device": DeviceConfig(num_threads=100_000)},
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, object]) -> None:
@@ -73,6 +83,24 @@ def test_memory_respects_the_limit_and_knows_what_the_kernel_can_drop(
 ) -> None:
     _write(tmp_path, files)
     assert cgroup_available(tmp_path) == available
+
+
+def test_the_tightest_group_on_the_way_up_rules(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        {
+            "memory.max": "max",
+            "system.slice/memory.max": "1000",
+            "system.slice/memory.current": "600",
+            "system.slice/pagemill.service/memory.max": "900",
+            "system.slice/pagemill.service/memory.current": "100",
+            "cgroup": "1:name=systemd:/x\n0::/system.slice/pagemill.service",
+        },
+    )
+    own = own_cgroup(tmp_path / "cgroup")
+    assert own == "system.slice/pagemill.service"
+    assert cgroup_available(tmp_path, own) == 400
+    assert cgroup_available(tmp_path, "not/there") is None
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
