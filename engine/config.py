@@ -7,7 +7,7 @@ keyword arguments. Sizes are bytes, lengths are tokens, times are seconds.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -99,6 +99,25 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     step_timeout_s: float = 60.0  # a step that takes longer makes the engine unhealthy
+
+    @staticmethod
+    def of(**settings: object) -> EngineConfig:
+        """From the flat names of all sections: EngineConfig.of(dtype="float32", max_num_seqs=8).
+
+        Raises TypeError for a name that no section has, StartError as the constructor."""
+        sections = {f.name: f.default_factory for f in fields(EngineConfig) if f.default_factory is not MISSING}
+        values: dict[str, dict[str, object]] = {name: {} for name in sections}
+        top: dict[str, object] = {}
+        homes = {f.name: name for name, section in sections.items() for f in fields(section())}
+        for name, value in settings.items():
+            if name == "step_timeout_s":
+                top[name] = value
+            elif name in homes:
+                values[homes[name]][name] = value
+            else:
+                raise TypeError(f"there is no setting {name!r}; there are {', '.join(sorted(homes))}")
+        built = {name: replace(section(), **values[name]) for name, section in sections.items()}  # type: ignore[type-var]  # sections are dataclasses
+        return EngineConfig(**built, **top)
 
     def __post_init__(self) -> None:
         """Raises StartError on settings that contradict each other."""

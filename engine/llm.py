@@ -33,14 +33,13 @@ class Completion:
 
 
 class LLM:
-    """LLM("folder or .gguf").generate(["Once upon a time"], SamplingParams(max_tokens=32)).
+    """LLM("folder or .gguf", dtype="float32").generate(["Once upon a time"], SamplingParams(max_tokens=32)).
 
-    model None is the demo model; `config` replaces every default. Raises StartError if it cannot start."""
+    model None is the demo model; settings are the fields of engine/config.py. Raises StartError if it cannot start,
+    TypeError for a setting that does not exist."""
 
-    def __init__(self, model: str | None = None, config: EngineConfig | None = None) -> None:
-        config = config or EngineConfig()
-        if model is not None:
-            config = replace(config, model=replace(config.model, model=model))
+    def __init__(self, model: str | None = None, **settings: object) -> None:
+        config = EngineConfig.of(model=model, **settings)
         # nobody else is waiting: the queue is bounded by the caller's own list
         unbounded = replace(config.scheduler, max_waiting_requests=2**31, max_waiting_tokens=2**62)
         self._event_loop = asyncio.new_event_loop()  # in a thread of its own: the caller may be inside another loop
@@ -69,6 +68,9 @@ class LLM:
         return self._run(self._generate(ids, params or SamplingParams(), use_tqdm))
 
     def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
+        if self._event_loop.is_closed():
+            coroutine.close()
+            raise RuntimeError("This LLM has been closed.")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
         try:
             return future.result()

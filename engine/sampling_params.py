@@ -30,7 +30,8 @@ class SamplingParams:
 
     max_tokens: output tokens per sequence (None: what remains of max_model_len).
     seed: int64; None draws a fresh one per request.
-    stop: strings searched in the text by the assembler, never by the engine.
+    stop: strings searched in the text by the assembler, never by the engine; one string is one stop string.
+    logit_bias: (token id, bias) pairs, or a dict of them.
     logprobs: number of alternatives reported per token; None reports none.
     penalties: presence and frequency over output tokens, repetition over prompt and output.
     """
@@ -56,6 +57,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidParameter for every bound that does not need the vocabulary."""
+        stop: object = self.stop
+        bias: object = self.logit_bias
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, dict) else self.logit_bias))
         _int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -87,8 +93,8 @@ class SamplingParams:
             raise InvalidParameter("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed.")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter("logit_bias", f"At most {MAX_LOGIT_BIAS} logit_bias entries are allowed.")
-        for _, bias in self.logit_bias:
-            _real("logit_bias", bias, -100.0, 100.0)
+        for _, value in self.logit_bias:
+            _real("logit_bias", value, -100.0, 100.0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidParameter if a token id in the parameters lies outside [0, vocab_size)."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
+from engine import SamplingParams
 from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import InvalidParameter
 
 pytestmark = pytest.mark.model
 
@@ -38,13 +39,20 @@ def test_llm_equals_http(http: httpx.Client, llm: LLM, params: SamplingParams, b
     assert [c["finish_reason"] for c in answer["choices"]] == [c.finish_reason for c in completions]
 
 
+def test_llm_inside_a_running_loop_refuses_alone_and_ends_in_a_sentence(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+
+    async def inside() -> str:
+        return llm.generate("The capital of France is", params, use_tqdm=False)[0][0].text
+
+    with pytest.raises(InvalidParameter):
+        llm.generate([[1], []], use_tqdm=False)
+    assert llm.generate([], use_tqdm=False) == []
+    assert "Paris" in asyncio.run(inside())
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """As tests/e2e/conftest.py starts the server."""
-    config = EngineConfig(
-        model=ModelConfig(dtype="float32", max_model_len=2048),
-        cache=CacheConfig(memory_bytes=192 << 20),
-        device=DeviceConfig(num_threads=2),
-    )
-    with LLM(config=config) as llm:
+    with LLM(dtype="float32", max_model_len=2048, memory_bytes=192 << 20, num_threads=2) as llm:
         yield llm

@@ -38,6 +38,17 @@ def test_contradictions_are_refused(fields: dict[str, object]) -> None:
     assert str(caught.value).endswith(".")
 
 
+def test_flat_settings_find_their_section() -> None:
+    config = EngineConfig.of(
+        model="x", dtype="float32", max_num_seqs=3, block_size=32, num_threads=1, step_timeout_s=5.0
+    )
+    assert (config.model.model, config.model.dtype, config.scheduler.max_num_seqs) == ("x", "float32", 3)
+    assert (config.cache.block_size, config.device.num_threads, config.step_timeout_s) == (32, 1, 5.0)
+    assert EngineConfig.of() == EngineConfig()
+    with pytest.raises(TypeError, match="max_seqs"):
+        EngineConfig.of(max_seqs=3)
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [

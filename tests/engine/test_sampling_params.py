@@ -35,6 +35,11 @@ def test_out_of_bounds(param: str, value: Any) -> None:
     assert len(str(caught.value)) < 200
 
 
+def test_forms_that_people_bring_along() -> None:
+    params: Any = SamplingParams(stop="abc", logit_bias={5: 1.0}, stop_token_ids=[7])  # type: ignore[arg-type]
+    assert (params.stop, params.logit_bias, params.stop_token_ids) == (("abc",), ((5, 1.0),), (7,))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
