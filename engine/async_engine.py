@@ -36,6 +36,9 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger("pagemill.engine")
 
 
+STOP_S = 10.0  # how long stop() waits for a step in progress
+
+
 class AsyncEngine:
     """One model, one engine thread. Life: start -> generate... -> drain -> stop."""
 
@@ -112,7 +115,9 @@ class AsyncEngine:
         if self._phase is not Phase.DEAD:
             self._phase = Phase.DRAINING
         self._loop.post(Stop())
-        await asyncio.to_thread(self._loop.join, 10.0)
+        deadline = time.monotonic() + STOP_S
+        while self._loop.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)  # not in a worker thread: at the interpreter's end there are none
 
     # -- facts --------------------------------------------------------------------------------------------------
 

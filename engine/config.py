@@ -7,9 +7,9 @@ keyword arguments. Sizes are bytes, lengths are tokens, times are seconds.
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
@@ -105,10 +105,15 @@ class EngineConfig:
         """From the flat names of all sections: EngineConfig.of(dtype="float32", max_num_seqs=8).
 
         Raises TypeError for a name that no section has, StartError as the constructor."""
-        sections = {f.name: f.default_factory for f in fields(EngineConfig) if f.default_factory is not MISSING}
-        values: dict[str, dict[str, object]] = {name: {} for name in sections}
-        top: dict[str, object] = {}
-        homes = {f.name: name for name, section in sections.items() for f in fields(section())}
+        sections: dict[str, Any] = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "device": DeviceConfig,
+        }
+        homes = {f.name: section for section, cls in sections.items() for f in fields(cls)}
+        values: dict[str, Any] = {section: {} for section in sections}
+        top: dict[str, Any] = {}
         for name, value in settings.items():
             if name == "step_timeout_s":
                 top[name] = value
@@ -116,8 +121,7 @@ class EngineConfig:
                 values[homes[name]][name] = value
             else:
                 raise TypeError(f"there is no setting {name!r}; there are {', '.join(sorted(homes))}")
-        built = {name: replace(section(), **values[name]) for name, section in sections.items()}  # type: ignore[type-var]  # sections are dataclasses
-        return EngineConfig(**built, **top)
+        return EngineConfig(**{section: cls(**values[section]) for section, cls in sections.items()}, **top)
 
     def __post_init__(self) -> None:
         """Raises StartError on settings that contradict each other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
@@ -43,13 +44,15 @@ class LLM:
         # nobody else is waiting: the queue is bounded by the caller's own list
         unbounded = replace(config.scheduler, max_waiting_requests=2**31, max_waiting_tokens=2**62)
         self._event_loop = asyncio.new_event_loop()  # in a thread of its own: the caller may be inside another loop
-        self._thread = Thread(target=self._event_loop.run_forever, name="pagemill-llm", daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._event_loop.run_forever, name="pagemill-llm", daemon=True)
+        thread.start()
         self._engine = AsyncEngine(replace(config, scheduler=unbounded))
+        # also when the object is forgotten and at the interpreter's end: a compute thread must not outlive it
+        self._close = weakref.finalize(self, _shut_down, self._engine, self._event_loop, thread)
         try:
             self._run(self._engine.start())
         except BaseException:
-            self._end()
+            self._close()
             raise
 
     def generate(
@@ -105,14 +108,7 @@ class LLM:
 
     def close(self) -> None:
         """End the engine thread and free the model. May be called again."""
-        if not self._event_loop.is_closed():
-            self._run(self._engine.stop())
-            self._end()
-
-    def _end(self) -> None:
-        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
-        self._thread.join()
-        self._event_loop.close()
+        self._close()
 
     def __enter__(self) -> LLM:
         return self
@@ -121,3 +117,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _shut_down(engine: AsyncEngine, event_loop: asyncio.AbstractEventLoop, thread: Thread) -> None:
+    asyncio.run_coroutine_threadsafe(engine.stop(), event_loop).result()
+    event_loop.call_soon_threadsafe(event_loop.stop)
+    thread.join()
+    event_loop.close()

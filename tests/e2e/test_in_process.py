@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -56,3 +58,13 @@ def llm() -> Iterator[LLM]:
     """As tests/e2e/conftest.py starts the server."""
     with LLM(dtype="float32", max_model_len=2048, memory_bytes=192 << 20, num_threads=2) as llm:
         yield llm
+
+
+def test_a_script_may_just_end() -> None:
+    """No close(): the engine thread must be gone before the interpreter is."""
+    script = "from engine import LLM, SamplingParams\nllm = LLM(memory_bytes=1 << 26)\n" + (
+        "print(llm.generate('The capital of France is', SamplingParams(max_tokens=4, temperature=0))[0][0].text)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
