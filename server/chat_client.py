@@ -110,7 +110,7 @@ def _message(response: httpx.Response) -> str:
 def run(options: Options, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
     """The loop at the terminal; returns the exit code."""
     source, out = stdin or sys.stdin, stdout or sys.stdout
-    headers = {"Authorization": f"Bearer {options.api_key}".encode()} if options.api_key else {}
+    headers = {b"Authorization": f"Bearer {options.api_key}".encode()} if options.api_key else {}
     timeout = httpx.Timeout(10.0, read=None)
     base_url = options.base_url.rstrip("/").removesuffix("/v1")
     try:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import select
 import termios
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from server.metrics import Metrics
@@ -47,8 +49,11 @@ class Connection(HttpToolsProtocol):
 
     - More than `max_connections`: closed at once.
     - A request head that is too large or does not arrive in time: 431 or 408 and closed.
+    - What is no HTTP: 400 and closed, after the answers to all whole requests before it.
     - A client that lets `max_unread` bytes of a stream pile up, or takes nothing for `max_stall_s` while something
-      waits for it: cut off and counted. For the route it has then left, so its request is aborted."""
+      waits for it: cut off and counted. For the route it has then left, so its request is aborted.
+    - A client that ends its sending side has left: until something is written, nothing tells it from one that is gone.
+    """
 
     def __init__(
         self,
@@ -58,17 +63,20 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._application = self.app
         self._limits = config.limits
         self._metrics = config.metrics
-        self._head_bytes = 0
-        self._in_head = True
+        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request, which may wait in line
+        self._reading: Literal["nothing", "head", "body"] = "nothing"
+        self._bare_bytes = 0  # received since there last was a whole head or a piece of a body
         self._head_timer: asyncio.TimerHandle | None = None
-        self._refusal: ApiError | None = None
+        self._fault: ApiError | None = None  # of what is being parsed
+        self._refusal: ApiError | None = None  # nothing more is read
         self._watched: Exchange | None = None  # the answer that the next two are about
         self._taken = 0  # bytes the client had taken at the last check that saw progress
         self._stalled_since: float | None = None
 
-    # -- the head -----------------------------------------------------------------------------------------------
+    # -- from bytes to requests ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -80,48 +88,121 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()
+        for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            if self._head_timer is None:  # a further request on a connection that was kept alive
-                self._watch_head()
-            self._head_bytes += len(data)
+        if self._refusal is not None:
+            return
+        if self._reading == "nothing" and not data.strip(b"\r\n"):
+            return  # empty lines between requests mean nothing (RFC 9112, 2.2)
+        self._bare_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.max_head and not self.transport.is_closing():
-            self._refuse_head()
-            self.send_400_response("")
+        if self._reading != "nothing" and self._bare_bytes > self._limits.max_head:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        self._reading = "head"
+        self._watch_head()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading == "head":  # trailers come after the checks
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._unwatch_head()
-        self._in_head = False
-        self._head_bytes = 0
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.max_head:
-            self._refuse_head()
+            self._fault = self._too_large()
             raise ValueError("the request head is too large")  # httptools reports it as a parser error
+        self.app = self._until_close if self.parser.get_http_version() in ("0.9", "1.0") else self._application
+        idle = not self._is_answering
         super().on_headers_complete()
+        if idle:
+            self._answering = self.cycle
+        self._unwatch_head()
+        self._reading = "body"
+        self._bare_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._bare_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._reading = "nothing"
+        self._bare_bytes = 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        answered, last = self._answering, not self.pipeline
+        if not last:
+            self._answering = self.pipeline[-1][0]
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if answered is not None and answered.more_body:  # answered unread, and the body does not end
+            self.transport.close()
+        elif last and self._refusal is not None:
+            self._tell(self._refusal)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    async def _until_close(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """HTTP/1.0 knows no chunks: a body whose length is not told ends with the connection."""
+        cycle = self._answering
+        assert cycle is not None
+
+        until_close = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal until_close
+            if message["type"] == "http.response.start":
+                until_close = not any(name.lower() == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = False if until_close else None  # None: uvicorn decides
+            elif until_close:
+                cycle.expected_content_length = len(message.get("body", b""))  # what uvicorn checks the body against
+            await send(message)
+
+        await self._application(scope, receive, send_plain)
+
+    # -- refusing -----------------------------------------------------------------------------------------------
+
     def send_400_response(self, msg: str) -> None:
-        """Whatever cannot be parsed as HTTP: an error in OpenAI's shape, and the connection ends."""
-        error = self._refusal or ApiError(400, "The request is not valid HTTP.", code="invalid_http")
+        """Whatever cannot be parsed as HTTP."""
+        self._refuse(self._fault or ApiError(400, "The request is not valid HTTP.", code="invalid_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Read no further. Where a body is at fault, the layer that waits for it answers `error`; else the error is
+        written when the requests before it have been answered."""
+        self._unwatch_head()
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = error
+        if self._reading == "body":
+            self.cycle.scope["state"]["body_error"] = error
+            self.cycle.more_body = self.cycle.keep_alive = False
+            self.cycle.message_event.set()
+        elif not self._is_answering:
+            self._tell(error)
+
+    def _tell(self, error: ApiError) -> None:
         body = error.envelope()
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        if not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:  # else it would land inside another answer
-                self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-                self._metrics.error(error.status)
-            self.transport.close()
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self._metrics.error(error.status)
+        self.transport.close()
 
-    def _refuse_head(self) -> None:
+    def _too_large(self) -> ApiError:
         message = f"The request's headers are larger than {self._limits.max_head} bytes."
-        self._refusal = ApiError(431, message, code="headers_too_large")
+        return ApiError(431, message, code="headers_too_large")
 
     def _watch_head(self) -> None:
+        self._unwatch_head()
         self._head_timer = self.loop.call_later(self._limits.head_timeout_s, self._head_late)
 
     def _unwatch_head(self) -> None:
@@ -130,10 +211,10 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_late(self) -> None:
-        self._head_timer = None
-        if self._head_bytes:
-            self._refusal = ApiError(408, "The request's headers did not arrive in time.", code="request_timeout")
-            self.send_400_response("")
+        if self._is_answering:  # who reads an answer may send the next request later
+            self._watch_head()
+        elif self._reading == "head":
+            self._refuse(ApiError(408, "The request's headers did not arrive in time.", code="request_timeout"))
         else:
             self.transport.close()
 
@@ -150,6 +231,9 @@ class Connection(HttpToolsProtocol):
     def check_stall(self, now: float) -> None:
         """Called every second or so; now: time.monotonic(). Progress is what left our buffer and the kernel's: the
         kernel asks for more only when a third of its buffer is free, which a slow reader may take minutes for."""
+        if self.flow.read_paused and self._is_answering and hung_up(self.transport):
+            self.transport.abort()  # with requests in line nothing is read, not even the end
+            return
         exchange = self._exchange()
         buffered = self.transport.get_write_buffer_size()
         if exchange is None or (exchange.complete and not buffered):
@@ -165,7 +249,7 @@ class Connection(HttpToolsProtocol):
             self._cut_off()
 
     def _exchange(self) -> Exchange | None:
-        state = self.cycle.scope.get("state", {}) if self.cycle is not None else {}
+        state = self._answering.scope.get("state", {}) if self._answering is not None else {}
         return state.get("exchange")
 
     def _cut_off(self) -> None:
@@ -181,6 +265,13 @@ def unsent_by_kernel(transport: asyncio.Transport) -> int:
     except OSError:
         return 0
     return answer[0]
+
+
+def hung_up(transport: asyncio.Transport) -> bool:
+    """Whether the client has closed its side or the connection, told without reading (the former by Linux alone)."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))
 
 
 def check_stalls(state: ServerState) -> None:

@@ -12,6 +12,7 @@ BodyLimit        reads the whole body first: 413 above the limit, 408 when it do
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -36,6 +37,8 @@ NOT_READY = {
     Phase.DRAINING: "The server is shutting down.",
     Phase.DEAD: "The engine has stopped working; the server is going down.",
 }
+CLOSE = {"Connection": "close"}
+LINGER_S = 2.0  # how long the body of a refused request is taken
 CLIENT_CLOSED = 499  # what proxies log for a client that went away
 
 
@@ -44,8 +47,31 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    await error.response()(scope, receive, send)
+class Incoming:
+    """`receive`, which remembers whether the body has ended."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        length = header(scope, b"content-length")
+        self.ended = header(scope, b"transfer-encoding") is None and length in (None, b"0")
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.ended = not (message["type"] == "http.request" and message.get("more_body", False))
+        return message
+
+
+async def answer(error: ApiError, scope: Scope, incoming: Incoming, send: Send) -> None:
+    """Refuse a request whose body may still be on its way: closing at once would destroy the answer before a client
+    that is busy sending reads it, so the rest is taken, but not for long (`server/connections.py` closes then)."""
+    response = error.response()
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while not incoming.ended:
+                await incoming()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class RequestContext:
@@ -142,7 +168,8 @@ class Auth:
             if scheme.lower() != b"bearer" or not self._known(token):
                 message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
                 challenge = {"WWW-Authenticate": "Bearer"}
-                await answer(ApiError(401, message, code="invalid_api_key", headers=challenge), scope, receive, send)
+                error = ApiError(401, message, code="invalid_api_key", headers=challenge)
+                await answer(error, scope, Incoming(scope, receive), send)
                 return
         await self.app(scope, receive, send)
 
@@ -166,7 +193,7 @@ class PhaseGate:
         if scope["type"] == "http" and phase is not Phase.READY and scope["path"] not in self._open_paths:
             headers = {"Retry-After": "1"} if phase is Phase.STARTING else {"Retry-After": "1", "Connection": "close"}
             error = ApiError(503, NOT_READY[phase], code=f"server_{phase.value}", headers=headers)
-            await answer(error, scope, receive, send)
+            await answer(error, scope, Incoming(scope, receive), send)
             return
         await self.app(scope, receive, send)
 
@@ -181,33 +208,26 @@ class BodyLimit:
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._has_body(scope):
+        if scope["type"] != "http" or (incoming := Incoming(scope, receive)).ended:
             await self.app(scope, receive, send)
             return
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = await self._read(scope, receive)
+                body = await self._read(scope, incoming)
         except TimeoutError:
-            close = {"Connection": "close"}
-            error = ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=close)
-            await answer(error, scope, receive, send)
+            error = ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=CLOSE)
+            await answer(error, scope, incoming, send)
             return
         except ApiError as error:
-            await answer(error, scope, receive, send)
+            await answer(error, scope, incoming, send)
             return
         if body is not None:
             await self.app(scope, _replay(body, receive), send)
 
-    @staticmethod
-    def _has_body(scope: Scope) -> bool:
-        length = header(scope, b"content-length")
-        return header(scope, b"transfer-encoding") is not None or length not in (None, b"0")
-
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client left. Raises ApiError(413)."""
-        too_large = ApiError(
-            413, f"The request body is larger than {self._max_bytes} bytes.", code="request_too_large"
-        )
+        """The body; None if the client left. Raises ApiError: 413, or what `Connection` found wrong with it."""
+        told = f"The request body is larger than {self._max_bytes} bytes."
+        too_large = ApiError(413, told, code="request_too_large", headers=CLOSE)
         length = header(scope, b"content-length") or b"0"
         if length.isdigit() and int(length[:20]) > self._max_bytes:
             raise too_large
@@ -216,6 +236,8 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
+            if error := scope.get("state", {}).get("body_error"):
+                raise error
             body += message.get("body", b"")
             if len(body) > self._max_bytes:
                 raise too_large

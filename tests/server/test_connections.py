@@ -1,44 +1,59 @@
-"""Connections below HTTP, with raw sockets: heads that are too large or too late, clients that do not read."""
+"""Connections below HTTP, with raw sockets: heads that are too large or too late, clients that do not read, bytes that
+are no HTTP, requests that wait in line."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from server import middleware
 from server.connections import ConnectionLimits, ServerConfig, check_stalls
 from server.lifecycle import Server
 from server.metrics import Metrics
-from server.middleware import RequestContext
+from server.middleware import BodyLimit, RequestContext
 
 LIMITS = ConnectionLimits(max_connections=100, max_head=4096, head_timeout_s=30, max_unread=65536, max_stall_s=30)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
 class App:
-    """Answers "ok"; /stream sends `chunk` until the client is gone, /large one plain answer of 4 MiB."""
+    """Answers "ok"; /slow after half a second, /echo what it got, /length with a length, /stream sends `chunk` every
+    `pause_s` until the client is gone, /large one plain answer of 4 MiB."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
         self.chunk = b"x" * 8192
+        self.pause_s = 0.0
+        self.num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streaming = scope["path"] == "/stream"
-        kind = b"text/event-stream" if streaming else b"text/plain"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        self.num_calls += 1
+        path = scope["path"]
+        streaming = path == "/stream"
+        headers = [(b"content-type", b"text/event-stream" if streaming else b"text/plain")]
+        if path == "/length":
+            headers.append((b"Content-Length", b"2"))
+        if path == "/slow":
+            await asyncio.sleep(0.5)
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         if not streaming:
-            body = b"y" * (4 << 20) if scope["path"] == "/large" else b"ok"
-            await send({"type": "http.response.body", "body": body})
+            body = {"/large": b"y" * (4 << 20)}.get(path, b"ok")
+            if path == "/echo":
+                body = (await receive())["body"]
+            await send({"type": "http.response.body", "body": body[:1], "more_body": True})
+            await send({"type": "http.response.body", "body": body[1:]})
             return
         left = asyncio.create_task(self._left(receive))
         while not left.done():
             await send({"type": "http.response.body", "body": self.chunk, "more_body": True})
-            await asyncio.sleep(0)
+            await asyncio.wait({left}, timeout=self.pause_s)
 
     async def _left(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -49,7 +64,7 @@ class App:
 class Running:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.app, self.metrics = App(), Metrics()
-        context = RequestContext(self.app, self.metrics)
+        context = RequestContext(BodyLimit(self.app, 100_000, 30), self.metrics)
         config = ServerConfig(context, limits, self.metrics, lifespan="off", ws="none", log_config=None)
         self.server = Server(config)
         self.listener = socket.socket()
@@ -103,7 +118,7 @@ def error_of(answer: bytes) -> tuple[int, dict[str, str]]:
 
 async def test_a_sane_request_passes(start) -> None:  # type: ignore[no-untyped-def]
     running = await start()
-    assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).endswith(b"2\r\nok\r\n0\r\n\r\n")
+    assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).endswith(b"1\r\no\r\n1\r\nk\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,8 @@ async def test_a_large_head_is_refused(start, request_bytes: bytes) -> None:  # 
 
 
 async def _flood(writer: asyncio.StreamWriter) -> None:
-    for _ in range(1000):
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
         writer.write(b"a" * 65536)
         await asyncio.wait_for(writer.drain(), 5)
 
@@ -217,3 +233,181 @@ async def test_a_large_plain_answer_waits_for_its_reader_but_not_for_ever(start)
         check_stalls(running.server.server_state)
     assert running.slow_clients()
     writer.close()
+
+
+# -- what is no HTTP, and requests in line ------------------------------------------------------------------------
+
+POST_CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+SLOW = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def answers_of(received: bytes) -> list[tuple[int, bytes]]:
+    """(status, body) of each answer, one after the other and nothing between them."""
+    answers = []
+    while received:
+        head, _, rest = received.partition(b"\r\n\r\n")
+        fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        if b"content-length" in fields:
+            size = int(fields[b"content-length"])
+            body, received = rest[:size], rest[size:]
+        else:
+            assert fields[b"transfer-encoding"] == b"chunked"
+            body = b""
+            while True:
+                size_text, _, rest = rest.partition(b"\r\n")
+                size = int(size_text, 16)
+                body, rest = body + rest[:size], rest[size + 2 :]
+                if not size:
+                    break
+            received = rest
+        answers.append((int(head.split()[1]), body))
+    return answers
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n", b"ffffffffffffffffff\r\n", b"2\r\nabcd\r\n", b"2\r\nab\r\n0\r\nno trailer\r\n\r\n"]
+)
+@pytest.mark.parametrize("later", [False, True])
+async def test_a_body_in_broken_chunks_gets_an_error_in_shape(start, body: bytes, later: bool) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    reader, writer = await running.connect()
+    writer.write(POST_CHUNKED)
+    if later:
+        await asyncio.sleep(0.1)
+    writer.write(body + b"and more of it\r\n")
+    async with asyncio.timeout(5):
+        status, error = error_of(await reader.read())
+    assert (status, error["code"]) == (400, "invalid_http")
+    assert running.app.num_calls == 0
+    assert b'pagemill_errors_total{code="400"} 1.0' in running.metrics.render()
+    writer.close()
+
+
+@pytest.mark.parametrize("before", [GET + b"\r\n", SLOW, SLOW + GET + b"\r\n"], ids=["quick", "slow", "two"])
+@pytest.mark.parametrize("behind", [b"GARBAGE\r\n\r\n", b'{"prompt": "a"}', GET + b"X: " + b"a" * 9000 + b"\r\n\r\n"])
+@pytest.mark.parametrize("later", [False, True])
+async def test_whole_requests_before_garbage_are_answered(start, before: bytes, behind: bytes, later: bool) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    reader, writer = await running.connect()
+    writer.write(before)
+    if later:
+        await asyncio.sleep(0.1)
+    writer.write(behind)
+    async with asyncio.timeout(5):
+        *good, bad = answers_of(await reader.read())
+    assert good == [(200, b"ok")] * before.count(b"GET")
+    assert bad[0] == (431 if b"aaa" in behind else 400)
+    assert json.loads(bad[1])["error"]["type"] == "invalid_request_error"
+    writer.close()
+
+
+async def test_a_broken_body_in_line_is_answered_in_its_turn(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    good, bad = answers_of(await running.exchange(SLOW + POST_CHUNKED + b"zz\r\n"))
+    assert good == (200, b"ok")
+    assert bad[0] == 400
+
+
+async def test_trailers_neither_count_as_headers_nor_grow_without_end(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    chunks = b"5;x=y\r\nhello\r\n0\r\nX-Request-Id: trailer\r\n\r\n"
+    received = await running.exchange(POST_CHUNKED + chunks + GET + b"Connection: close\r\n\r\n")
+    assert answers_of(received) == [(200, b"hello"), (200, b"ok")]
+    assert b"trailer" not in received
+    for endless in (b"X: " + b"a" * 10_000, b"X: a\r\n" * 2000):
+        reader, writer = await running.connect()
+        writer.write(POST_CHUNKED + b"0\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(endless)
+        assert error_of(await asyncio.wait_for(reader.read(), 5))[0] == 431
+        writer.close()
+
+
+async def test_requests_in_one_packet_are_answered_in_order(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    posts = b"".join(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n%02d\r\n" % i for i in range(50))
+    answers = answers_of(await running.exchange(SLOW + posts + GET + b"Connection: close\r\n\r\n"))
+    assert answers == [(200, b"ok"), *((200, b"%02d" % i) for i in range(50)), (200, b"ok")]
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GE", GET], ids=["empty line", "two bytes", "half a head"])
+async def test_bytes_behind_a_request_do_not_end_its_answer(start, behind: bytes) -> None:  # type: ignore[no-untyped-def]
+    running = await start(head_timeout_s=0.2)
+    running.app.chunk, running.app.pause_s = b"x", 0.01
+    reader, writer = await running.connect()
+    writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.sleep(0.1)
+    writer.write(behind)
+    for _ in range(60):  # over 0.6 s of a stream
+        await asyncio.wait_for(reader.readuntil(b"1\r\nx\r\n"), 5)
+    assert not running.app.gone.is_set()
+    writer.close()
+    await asyncio.wait_for(running.app.gone.wait(), 5)
+
+
+async def test_half_a_head_behind_an_answer_is_late_after_it(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start(head_timeout_s=0.2)
+    good, bad = answers_of(await running.exchange(SLOW + GET))
+    assert (good, bad[0]) == ((200, b"ok"), 408)
+
+
+@pytest.mark.parametrize("in_line", [b"", GET + b"\r\n", (GET + b"\r\n") * 3], ids=["alone", "one", "three"])
+async def test_a_client_that_leaves_is_noticed_with_requests_in_line(start, in_line: bytes) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    running.app.chunk, running.app.pause_s = b"x", 60.0  # nothing is written that could fail
+    _, writer = await running.connect()
+    writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n" + in_line)
+    await asyncio.sleep(0.2)
+    check_stalls(running.server.server_state)
+    await asyncio.sleep(0.1)
+    assert not running.app.gone.is_set()
+    writer.close()
+    await asyncio.sleep(0.2)
+    check_stalls(running.server.server_state)
+    await asyncio.wait_for(running.app.gone.wait(), 5)
+    assert running.app.num_calls == 1
+    assert not running.server.server_state.connections
+
+
+async def test_a_stream_that_is_not_read_is_cut_off_with_requests_in_line(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    _, writer = await running.connect(receive_buffer=4096)
+    writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n" + GET + b"\r\n")
+    await asyncio.wait_for(running.app.gone.wait(), 10)
+    assert running.slow_clients()
+    writer.close()
+
+
+async def test_a_refused_upload_is_told_and_then_ends(start, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(middleware, "LINGER_S", 0.3)
+    running = await start()
+    reader, writer = await running.connect()
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+    flood = asyncio.create_task(_flood(writer))
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in head.lower()
+    with pytest.raises(ConnectionError):
+        await flood
+    assert running.app.num_calls == 0
+
+
+@pytest.mark.parametrize("path", [b"/", b"/length", b"/large"])
+async def test_http_1_0_gets_no_chunks(start, path: bytes) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    head, _, body = (await running.exchange(b"GET %b HTTP/1.0\r\nHost: x\r\n\r\n" % path)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert (b"content-length: 2" in head.lower()) is (path == b"/length")
+    assert body == (b"y" * (4 << 20) if path == b"/large" else b"ok")
+
+
+async def test_http_1_0_gets_its_stream_as_it_comes(start) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    running.app.chunk, running.app.pause_s = b"x", 0.01
+    reader, writer = await running.connect()
+    writer.write(b"GET /stream HTTP/1.0\r\nHost: x\r\n\r\n")
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert await asyncio.wait_for(reader.readexactly(20), 5) == b"x" * 20
+    writer.close()
+    await asyncio.wait_for(running.app.gone.wait(), 5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.outputs import Phase
+from server import middleware
 from server.logs import REQUEST_LOGGER
 from server.metrics import Metrics
 from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
@@ -197,8 +200,10 @@ async def test_a_larger_body_is_refused_with_and_without_a_length() -> None:
             assert "10 bytes" in assert_openai_shape(response)["message"]
 
 
-async def run_raw(app: ASGIApp, receive: Receive, headers: list[tuple[bytes, bytes]]) -> list[Any]:
-    sent: list[Any] = []
+async def run_raw(
+    app: ASGIApp, receive: Receive, headers: list[tuple[bytes, bytes]], sent: list[Any] | None = None
+) -> list[Any]:
+    sent = [] if sent is None else sent
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -208,16 +213,49 @@ async def run_raw(app: ASGIApp, receive: Receive, headers: list[tuple[bytes, byt
     return sent
 
 
-async def test_a_length_that_lies_or_has_10000_digits_is_refused_without_reading() -> None:
-    async def never() -> Any:
-        raise AssertionError("the body must not be read")
-
+async def test_a_length_that_lies_or_has_10000_digits_is_refused_before_reading() -> None:
     for length in (b"11", b"9" * 10_000):
-        sent = await run_raw(BodyLimit(echo, 10, 5), never, [(b"content-length", length)])
-        assert sent[0]["status"] == 413
+        sent: list[Any] = []
+
+        async def receive(sent: list[Any] = sent) -> Any:
+            assert sent[0]["status"] == 413
+            assert json.loads(sent[1]["body"])["error"]["code"] == "request_too_large"
+            return {"type": "http.disconnect"}
+
+        await run_raw(BodyLimit(echo, 10, 5), receive, [(b"content-length", length)], sent)
 
 
-async def test_a_body_that_does_not_come_ends_in_408() -> None:
+@pytest.mark.parametrize("layer", [BodyLimit(echo, 10, 5), Auth(echo, ["sk"], ())], ids=["too large", "no key"])
+async def test_the_body_of_a_refused_request_is_not_taken_for_ever(
+    layer: ASGIApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.1)
+
+    async def endless() -> Any:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": True}
+
+    async with asyncio.timeout(5):
+        sent = await run_raw(layer, endless, [(b"transfer-encoding", b"chunked")])
+    assert sent[0]["status"] in (401, 413)
+    assert [message["more_body"] for message in sent[1:]] == [True, False]
+
+
+async def test_a_refused_request_with_its_body_here_is_answered_at_once() -> None:
+    whole = {"type": "http.request", "body": b"x" * 1000, "more_body": False}
+
+    async def receive() -> Any:
+        return whole
+
+    began = time.monotonic()
+    assert (await run_raw(BodyLimit(echo, 10, 5), receive, [(b"transfer-encoding", b"chunked")]))[0]["status"] == 413
+    assert (await run_raw(Auth(echo, ["sk"], ()), receive, [(b"content-length", b"5")]))[0]["status"] == 401
+    assert time.monotonic() - began < 1
+
+
+async def test_a_body_that_does_not_come_ends_in_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "LINGER_S", 0.05)
+
     async def stuck() -> Any:
         await asyncio.sleep(60)
 
