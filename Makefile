@@ -16,6 +16,12 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 CSRC := $(shell find csrc -type f)
+# as the server does where cores are few: waiting threads that spin slow down whatever else runs
+SLEEPING := OMP_WAIT_POLICY=PASSIVE KMP_BLOCKTIME=0 GOMP_SPINCOUNT=0
+
+define NEEDS_CXX
+$${CXX:-c++} --version >/dev/null 2>&1 || { echo "Pagemill's compute kernels need a C++ compiler: install one (g++ or clang++), or name it in CXX." >&2; exit 1; }
+endef
 
 .PHONY: setup serve test check lint clean
 .DELETE_ON_ERROR:
@@ -27,7 +33,7 @@ serve: setup
 	@exec $(BIN)/pagemill serve $(ARGS)
 
 test: $(VENV)/.models
-	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	@$(SLEEPING) $(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
 
 $(VENV)/.models: $(VENV)/.demo
 	@echo "setup: the tests' second model (gemma3-270m)"
@@ -48,6 +54,7 @@ $(VENV)/.created:
 	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo 'Pagemill needs Python 3.11 or newer: install it, or name it: make PYTHON=python3.12' >&2; exit 1; fi; \
+	$(NEEDS_CXX); \
 	$$python -m venv $(VENV) || { echo "$$python cannot make virtual environments: install its venv module." >&2; exit 1; }
 	@touch $@
 
@@ -58,7 +65,7 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(CSRC)
-	@$${CXX:-c++} --version >/dev/null 2>&1 || { echo "Pagemill's compute kernels need a C++ compiler: install one (g++ or clang++), or name it in CXX." >&2; exit 1; }
+	@$(NEEDS_CXX)
 	@echo 'setup: pagemill, its compiled ops and tools'
 	@$(PIP) -e '.[dev]'
 	@touch $@
