@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 import httpx
@@ -34,20 +35,20 @@ class Conversation:
     def __init__(self, options: Options, client: httpx.Client) -> None:
         self._options = options
         self._client = client
-        self.model = options.model or self._first_model()
+        self.model = _well_formed(options.model) if options.model else self._first_model()
         self.reset()
 
     def reset(self) -> None:
-        system = self._options.system
+        system = self._options.system and _well_formed(self._options.system)
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> Iterator[str]:
         """Pieces of the answer as they come. The answer joins the conversation, also when it was stopped; a question
         that got none is forgotten. Raises ChatError."""
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": _well_formed(text)})
         answer: list[str] = []
         try:
-            for piece in self._stream():
+            for piece in filter(None, self._stream()):
                 answer.append(piece)
                 yield piece
         finally:
@@ -69,11 +70,19 @@ class Conversation:
                     raise ChatError(_message(response))
                 for line in response.iter_lines():
                     if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                        yield from _pieces(json.loads(data))
+                        yield self._piece(data)
         except httpx.HTTPError as error:
             raise ChatError(f"The connection to {self._options.base_url} failed: {_reason(error)}.") from None
+
+    def _piece(self, data: str) -> str:
+        try:
+            event = json.loads(data)
+            if "error" not in event:
+                return "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ()))
+            told = str(event["error"].get("message"))
         except (ValueError, TypeError, AttributeError):  # not JSON, or not of that shape
-            raise ChatError(f"{self._options.base_url} sent an event that is none of OpenAI's.") from None
+            told = f"{self._options.base_url} sent an event that is none of OpenAI's."
+        raise ChatError(told)
 
     def _first_model(self) -> str:
         try:
@@ -88,16 +97,13 @@ class Conversation:
             raise ChatError(f"What answers at {self._options.base_url} is no OpenAI-compatible server.") from None
 
 
-def _pieces(event: dict[str, Any]) -> Iterator[str]:
-    if "error" in event:
-        raise ChatError(str(event["error"].get("message")))
-    for choice in event.get("choices", ()):
-        if content := choice.get("delta", {}).get("content"):
-            yield content
-
-
 def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).rstrip(".")
+
+
+def _well_formed(text: str) -> str:
+    """Bytes of the terminal that are no UTF-8 arrive as lone surrogates, which no JSON can carry."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _message(response: httpx.Response) -> str:
@@ -110,12 +116,16 @@ def _message(response: httpx.Response) -> str:
 def run(options: Options, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
     """The loop at the terminal; returns the exit code."""
     source, out = stdin or sys.stdin, stdout or sys.stdout
-    headers = {b"Authorization": f"Bearer {options.api_key}".encode()} if options.api_key else {}
+    for terminal in (source, out):
+        if isinstance(terminal, TextIOWrapper):
+            terminal.reconfigure(errors="replace")
+    key = (options.api_key or "").encode(errors="surrogateescape")
+    headers = {b"Authorization": b"Bearer " + key} if key else {}
     timeout = httpx.Timeout(10.0, read=None)
     base_url = options.base_url.rstrip("/").removesuffix("/v1")
     try:
         opened = httpx.Client(base_url=base_url, headers=headers, timeout=timeout, trust_env=False)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         print(f"pagemill: --base-url {options.base_url} is no address: {_reason(error)}.", file=sys.stderr)
         return 1
     with opened as client:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(argv[1:])
     arguments = build_parser().parse_args(argv)
     given = vars(arguments)
+    if given["command"] in ("serve", "check"):
+        # Until the server has handlers of its own, Ctrl-C ends the process: raised inside the import of a library, a
+        # KeyboardInterrupt may be swallowed there or come out as a broken module.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         match given.pop("command"):
             case "serve":

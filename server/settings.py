@@ -14,7 +14,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -31,6 +31,7 @@ from engine.config import (
 )
 
 ENV_PREFIX = "PAGEMILL_"
+MAX_THREADS = 1024  # the largest machines have fewer cores, and OpenMP ends the process where a thread cannot be made
 MULTIPLES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     MULTIPLES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
@@ -68,6 +69,12 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
+def _not_blank(text: str) -> str:
+    if not text.strip():  # from an unset variable; the system would take it for every interface
+        raise ValueError("must not be empty")
+    return text
+
+
 def _setting(default: object, description: str, *, unit: str = "", engine: str = "", group: str = "server") -> Any:
     """One field. engine: where the value goes in EngineConfig ("cache.block_size"); empty: the server keeps it."""
     extra: dict[str, Any] = {"unit": unit, "engine": engine, "group": group}
@@ -90,7 +97,9 @@ class Settings(BaseSettings):
     )
 
     # -- server
-    host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+    host: Annotated[str, AfterValidator(_not_blank)] = _setting(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 for every interface."
+    )
     port: Annotated[int, Field(ge=0, le=65535)] = _setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: Keys = _setting((), "Key that clients must send as a bearer token; several may be given.")
     metrics_auth: bool = _setting(False, "Ask for the key on /metrics too.")
@@ -165,7 +174,7 @@ class Settings(BaseSettings):
 
     # -- device
     cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
-    num_threads: Positive | None = _of(
+    num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = _of(
         "device.num_threads", "Compute threads; the default leaves one core to HTTP when there are more than two."
     )
 

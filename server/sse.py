@@ -32,6 +32,7 @@ from server.protocol.errors import ApiError, to_api_error
 logger = logging.getLogger("pagemill.server")
 
 PING = b": ping\n\n"
+MANY_ENTRIES = 64  # logprobs of tokens; rendering more, each with 20 alternatives, would hold up the event loop
 CLIENT_CLOSED = 499  # what proxies log for a client that went away
 
 ErrorView = Callable[[Exception], ApiError]
@@ -63,7 +64,12 @@ async def collect(
     if any(not parts or parts[-1].finish_reason is None for parts in pieces):
         metrics.client_disconnected()
         return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
-    return Response(writer.answer(pieces, answer.usage()), media_type="application/json")
+    usage = answer.usage()
+    if sum(len(piece.entries) for parts in pieces for piece in parts) > MANY_ENTRIES:
+        body = await asyncio.to_thread(writer.answer, pieces, usage)
+    else:
+        body = writer.answer(pieces, usage)
+    return Response(body, media_type="application/json")
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -105,6 +105,21 @@ def test_an_odd_event_is_one_sentence(data: str) -> None:
         list(talk.ask("Hi"))
 
 
+def test_bytes_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    client = server.client()
+    monkeypatch.setattr(chat_client.httpx, "Client", lambda **_: client)
+    server.answer = event("é😀")
+    typed = io.TextIOWrapper(io.BytesIO(b"a\xff\xfeb\n"), "utf-8")
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    options = Options("http://test", api_key="k\udcff", model="m\udcff", system="s\udcff")
+    assert run(options, typed, shown) == 0
+    assert server.bodies[0]["model"] == "m\ufffd"
+    assert [message["content"] for message in server.bodies[0]["messages"]] == ["s\ufffd", "a\ufffd\ufffdb"]
+    shown.seek(0)
+    assert "??" in shown.read()
+
+
 def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Options("http://127.0.0.1:9"), io.StringIO(""), io.StringIO()) == 1
     assert capsys.readouterr().err.startswith("pagemill: No server answers at http://127.0.0.1:9")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--api-key", ""], "--api-key: must not be empty"),
         (["serve", "--config", "/no/such.toml"], "--config /no/such.toml cannot be read"),
         (["check", "--lengths", "a,b"], "--lengths"),
+        (["serve", "--host", ""], "--host: must not be empty"),
+        (["serve", "--host", " "], "--host: must not be empty"),
+        (["check", "--num-threads", "100000"], "--num-threads: must be less than or equal to 1024"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments: list[str], part: str) -> None:
@@ -86,6 +90,29 @@ def test_a_wrong_command_line_is_one_sentence_and_code_2(arguments: list[str], p
 
 def test_a_wrong_environment_names_the_variable() -> None:
     assert_sentence(run("serve", PAGEMILL_MAX_NUM_SEQS="none"), 2, "PAGEMILL_MAX_NUM_SEQS")
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_an_interrupt_before_the_server_has_its_handlers_ends_it(command: str) -> None:
+    """A library that swallows KeyboardInterrupt while it is imported must not keep the process."""
+    program = f"""
+import os, signal, sys
+from server import preflight
+from server.cli import main
+
+def interrupted(*arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+    except BaseException:
+        print("swallowed", flush=True)
+    os._exit(7)
+
+preflight.check_model = interrupted
+main([{command!r}, "x", *{["--port", "0"] if command == "serve" else []!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])

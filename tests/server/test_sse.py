@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from engine.outputs import Phase
 from server.app import create_app
+from server.protocol.answers import CompletionWriter
 from server.settings import Settings
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import Events, eventually
@@ -181,3 +183,23 @@ async def test_metrics_count_what_usage_says() -> None:
     assert await client.metric("time_to_first_token_seconds_count") == 4
     assert await client.metric("inter_token_latency_seconds_count") == 4 * (len("one. ") - 1)
     assert await client.metric('request_success_total{finished_reason="stop"}') == 4
+
+
+@pytest.mark.parametrize(("num_tokens", "beside"), [(10, False), (400, True)])
+async def test_a_long_plain_answer_with_logprobs_is_rendered_beside_the_event_loop(
+    num_tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, threads = CompletionWriter.answer, []
+
+    def answer(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return render(*arguments)
+
+    monkeypatch.setattr(CompletionWriter, "answer", answer)
+    body = {"prompt": "a", "max_tokens": num_tokens, "logprobs": 2}
+    client = Client(engine_saying("x" * num_tokens, pause_s=0), "/v1/completions", body)
+    await asyncio.wait_for(client.run(), 10)
+    choice = json.loads(client.bodies[0])["choices"][0]
+    assert choice["text"] == "x" * num_tokens
+    assert len(choice["logprobs"]["tokens"]) == num_tokens
+    assert [thread is not threading.main_thread() for thread in threads] == [beside]
