@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import re
 import select
 import termios
 import time
@@ -22,6 +23,8 @@ from uvicorn.server import ServerState
 from server.metrics import Metrics
 from server.middleware import Exchange
 from server.protocol.errors import ApiError
+
+UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._reading == "nothing" and not data.strip(b"\r\n"):
             return  # empty lines between requests mean nothing (RFC 9112, 2.2)
+        if self._reading != "body":
+            data = without_upgrade(data)
         self._bare_bytes += len(data)
         super().data_received(data)
         if self._reading != "nothing" and self._bare_bytes > self._limits.max_head:
@@ -255,6 +260,13 @@ class Connection(HttpToolsProtocol):
     def _cut_off(self) -> None:
         self._metrics.slow_client()
         self.transport.abort()
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """A head without its offer to speak something else (Java's client offers HTTP/2 with its first request). It may be
+    ignored (RFC 9110, 7.8); httptools would take the body for the other protocol's and lose it."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"\r\nX-Upgrade", head) + end + rest
 
 
 def unsent_by_kernel(transport: asyncio.Transport) -> int:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from engine.sampling_params import MAX_LOGPROBS
-from server.protocol.common import GenerationRequest, short, wrong
+from server.protocol.common import GenerationRequest, at_most, short, wrong
 from server.protocol.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_MODALITIES = 16
 TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joins them
 
+Objects = Annotated[list[dict[str, Any]], at_most(MAX_TOOLS)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -50,7 +53,7 @@ class Message(BaseModel):
     role: Role
     content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -83,15 +86,15 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
 class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
-    modalities: list[str] | None = None
+    functions: Objects | None = None
+    modalities: Annotated[list[str], at_most(MAX_MODALITIES)] | None = None
 
     @property
     def output_limit(self) -> int | None:
@@ -119,8 +122,6 @@ class ChatRequest(GenerationRequest):
     def _check_messages(self) -> None:
         if not self.messages:
             raise InvalidRequest("messages must not be empty.", param="messages")
-        if len(self.messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"messages must have at most {MAX_MESSAGES} messages.", param="messages")
         for index, message in enumerate(self.messages):
             if message.content is None and not (message.role == "assistant" and message.tool_calls):
                 raise InvalidRequest(

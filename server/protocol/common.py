@@ -30,6 +30,18 @@ def wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("pagemill", "{text}", {"text": message})
 
 
+def at_most(limit: int) -> BeforeValidator:
+    """For a field that is a list: counted before any item is looked at. A megabyte can hold half a million items, and
+    pydantic makes an error of a kilobyte for each (with FailFast for the first alone)."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and len(value) > limit:
+            raise wrong(f"must have at most {limit} items, got {len(value)}.")
+        return value
+
+    return BeforeValidator(check)
+
+
 def _stop(value: object) -> object:
     """A string or a list of strings -> tuple of strings."""
     if value is None:
@@ -158,6 +170,8 @@ def parse(body: bytes, kind: type[Wire]) -> Wire:
 
     orjson refuses what this needs refused: NaN, infinities and 1e400, lone surrogates, bytes that are no UTF-8,
     and nesting beyond 1,024 levels, without recursion on the C stack."""
+    if not body:
+        raise InvalidRequest("The request has no body: it must be a JSON object, sent with its Content-Length.")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:

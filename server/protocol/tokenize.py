@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, FailFast
 
 
 class TokenizeRequest(BaseModel):
@@ -21,5 +23,5 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool | None = None

@@ -31,7 +31,7 @@ async def detokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, DetokenizeRequest)
     front.check_model(body.model)
-    front.encoder.check_ids(body.tokens, "tokens")
+    await asyncio.to_thread(front.encoder.check_ids, body.tokens, "tokens")
     skip = body.skip_special_tokens is True
     text = await asyncio.to_thread(front.tokenizer.decode, body.tokens, skip_special_tokens=skip)
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

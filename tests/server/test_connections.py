@@ -323,6 +323,19 @@ async def test_trailers_neither_count_as_headers_nor_grow_without_end(start) -> 
         writer.close()
 
 
+@pytest.mark.parametrize("split", [None, 30, 90])
+async def test_an_offer_to_upgrade_costs_no_body(start, split: int | None) -> None:  # type: ignore[no-untyped-def]
+    running = await start()
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    request = head + b"HTTP2-Settings: AAE\r\nContent-Length: 5\r\n\r\nhello"
+    _, writer = connection = await running.connect()
+    writer.write(request[:split])
+    await asyncio.sleep(0.05)
+    writer.write((request[split:] if split else b"") + GET + b"Connection: close\r\n\r\n")
+    assert answers_of(await asyncio.wait_for(connection[0].read(), 5)) == [(200, b"hello"), (200, b"ok")]
+    writer.close()
+
+
 async def test_requests_in_one_packet_are_answered_in_order(start) -> None:  # type: ignore[no-untyped-def]
     running = await start()
     posts = b"".join(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n%02d\r\n" % i for i in range(50))

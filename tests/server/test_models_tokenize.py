@@ -59,3 +59,9 @@ async def test_ids_outside_the_vocabulary_are_refused(odd: int) -> None:
     async with client_of(engine()) as client:
         answer = await client.post("/detokenize", json={"tokens": [1, 2, odd]})
     assert error_of(answer)["param"] == "tokens"
+
+
+async def test_a_request_without_a_body_says_so() -> None:
+    async with client_of(engine()) as client:
+        for path in ("/tokenize", "/v1/completions", "/v1/chat/completions"):
+            assert "no body" in error_of(await client.post(path))["message"]
