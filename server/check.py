@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 
 
 def report(config: EngineConfig, lengths: Sequence[int]) -> str:
-    """Loads what is needed to know, nothing more. Raises StartError."""
+    """Loads the model as serving would: only then are its shapes, the checks and the pool known. Raises StartError."""
     return render(plan(config), lengths)
 
 

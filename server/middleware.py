@@ -108,9 +108,9 @@ class RequestContext:
 
     def _report(self, scope: Scope, exchange: Exchange, seconds: float, facts: dict[str, object]) -> None:
         status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
-        if status >= 400:
-            self.metrics.error(status)
         probe = scope["path"] in ("/health", "/metrics")  # asked every few seconds by machines
+        if status >= 400 and not (probe and status == 503):  # "not yet" is what a probe asks for
+            self.metrics.error(status)
         line = {
             "id": exchange.request_id.decode(),
             "method": scope["method"],

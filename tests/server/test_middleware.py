@@ -19,6 +19,7 @@ from server import middleware
 from server.logs import REQUEST_LOGGER
 from server.metrics import Metrics
 from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
+from server.protocol.errors import ApiError
 
 PATHS = [
     "/v1/completions",
@@ -104,6 +105,17 @@ async def test_probes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> N
         await client.get("/health")
         await client.get("/metrics")
     assert not caplog.records
+
+
+async def test_probes_while_the_model_loads_are_no_errors() -> None:
+    async def not_ready(scope: Scope, receive: Receive, send: Send) -> None:
+        await ApiError(503, "not yet").response()(scope, receive, send)
+
+    metrics = Metrics()
+    async with client_of(RequestContext(not_ready, metrics)) as client:
+        for path in ("/health", "/health", "/v1/completions"):
+            assert (await client.get(path)).status_code == 503
+    assert b'pagemill_errors_total{code="503"} 1.0' in metrics.render()
 
 
 async def test_a_crash_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
