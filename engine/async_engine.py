@@ -116,7 +116,7 @@ class AsyncEngine:
             self._phase = Phase.DRAINING
         self._loop.post(Stop())
         deadline = time.monotonic() + STOP_S
-        while self._loop.is_alive() and time.monotonic() < deadline:
+        while self._loop.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110  # a thread sets no asyncio.Event
             await asyncio.sleep(0.005)  # not in a worker thread: at the interpreter's end there are none
 
     # -- facts --------------------------------------------------------------------------------------------------
