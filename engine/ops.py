@@ -30,7 +30,7 @@ def _load() -> Path:
     if not found:
         raise ImportError("The compiled ops are missing: run `make setup` (or `pip install -e .`) to build csrc/.")
     newest = max(found, key=lambda p: p.stat().st_mtime_ns)
-    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return newest
 
 

@@ -142,7 +142,7 @@ class Scheduler:
         )
 
     def _schedule_running(self, step: StepPlan) -> bool:
-        """Oldest first; part of the budget is kept for those that need one token. False if one of them stands still
+        """Oldest first; budget is kept for those behind that need one token. False if one of them stands still
         for want of memory: a newcomer would only be preempted for it."""
         served = True
         step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)

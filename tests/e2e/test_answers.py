@@ -154,7 +154,7 @@ def test_the_sdk_lists_completes_and_chats(sdk: openai.OpenAI) -> None:
     assert "Paris" in done.choices[0].text
     stream = sdk.completions.create(model=model.id, prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == done.choices[0].text
-    messages: list[Any] = CHAT["messages"]  # type: ignore[assignment]
+    messages: list[Any] = CHAT["messages"]  # type: ignore[assignment]  # CHAT mixes value types
     chat = sdk.chat.completions.create(
         model=model.id, messages=messages, max_completion_tokens=16, temperature=0, extra_body={"top_k": 5}
     )

@@ -56,7 +56,7 @@ async def test_clients_that_leave_give_back_their_blocks(server: ServerProcess) 
         for wait_s in (0.0, 0.15, 0.6):
             tasks = [asyncio.create_task(stream(client, prompt=f"Story {i}", temperature=0.9)) for i in range(12)]
             plain = {"prompt": "Long", "max_tokens": 1500, "ignore_eos": True}
-            tasks += [asyncio.create_task(client.post("/v1/completions", json=plain)) for _ in range(2)]  # type: ignore[misc]
+            tasks += [asyncio.create_task(client.post("/v1/completions", json=plain)) for _ in range(2)]
             await asyncio.sleep(wait_s + 0.1)
             for task in tasks:
                 task.cancel()

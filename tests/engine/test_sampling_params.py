@@ -36,7 +36,7 @@ def test_out_of_bounds(param: str, value: Any) -> None:
 
 
 def test_forms_that_people_bring_along() -> None:
-    params: Any = SamplingParams(stop="abc", logit_bias={5: 1.0}, stop_token_ids=[7])  # type: ignore[arg-type]
+    params: Any = SamplingParams(stop="abc", logit_bias={5: 1.0}, stop_token_ids=[7])  # type: ignore[arg-type]  # on purpose
     assert (params.stop, params.logit_bias, params.stop_token_ids) == (("abc",), ((5, 1.0),), (7,))
 
 

@@ -17,7 +17,7 @@ from tests.engine.fake_runner import EOS
 
 
 def forever(num_tokens: int, **kwargs: object) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, **kwargs)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, **kwargs)
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

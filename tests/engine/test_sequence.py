@@ -6,7 +6,7 @@ from engine.sequence import Request, Sequence
 
 
 def make(max_output: int = 10, **params: object) -> Sequence:
-    request = Request(1, 2, [5, 6, 7], SamplingParams(**params), seed=3, eos_token_ids=(0,))  # type: ignore[arg-type]
+    request = Request(1, 2, [5, 6, 7], SamplingParams(**params), seed=3, eos_token_ids=(0,))
     sequence = request.sequences[0]
     sequence.max_output_tokens = max_output
     return sequence

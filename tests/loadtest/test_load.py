@@ -51,7 +51,7 @@ async def test_latencies_are_the_servers_to_the_millisecond(
     another process may hold the core between a write and its arrival. httpx itself takes a millisecond."""
     async with FakeServer(first_s=0.02, gap_s=0.006).start() as server:
         workload = Workload("w", 8, 2, fixed(5), fixed(12), n=n, temperature=1.0)
-        records = await run(server, workload, transport=through(server.url))  # type: ignore[call-arg]
+        records = await run(server, workload, transport=through(server.url))
     assert not any(record.error for record in records)
     seeds = [session.turns[0].seed for session in workload.build(0, Words())]
     served = {request.body["seed"]: request for request in server.served}
@@ -97,7 +97,7 @@ async def test_latency_counts_from_the_due_time_when_the_client_is_late() -> Non
         sessions = Workload("w", 3, 1, fixed(5), fixed(1)).build(0, Words(), (0.0, 0.01, 0.02))
 
         class Stalling(Target):
-            def body(self, request, history=()):  # type: ignore[no-untyped-def]
+            def body(self, request, history=()):
                 end = perf_counter() + 0.05
                 while perf_counter() < end:
                     pass

@@ -95,7 +95,7 @@ def test_empty() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.activation(torch.zeros(4), "relu"), "activation: kind: wanted silu, gelu or gelu_tanh, got relu"),  # type: ignore[arg-type]
+        (lambda: ops.activation(torch.zeros(4), "relu"), "activation: kind: wanted silu, gelu or gelu_tanh, got relu"),
         (lambda: ops.activation(torch.zeros(4, 4).T, "silu"), "activation: x: wanted a contiguous tensor"),
         (lambda: ops.activation(torch.zeros(4).double(), "silu"), "activation: x: wanted float32 or bfloat16"),
         (lambda: ops.silu_and_mul(torch.zeros(4, 3)), "gated_activation: x: wanted an even last dimension"),

@@ -46,9 +46,7 @@ def run(backend: AttentionBackend, dtype: torch.dtype, **options: object) -> lis
         layer.metadata = metadata
         tokens = len(metadata.slot_mapping)
         qkv = torch.randn(tokens, 10, 64, generator=generator).to(dtype)
-        outputs.append(
-            backend.forward(qkv[:, :6], qkv[:, 6:8], qkv[:, 8:], layer, scale=0.125, **options)  # type: ignore[arg-type]
-        )
+        outputs.append(backend.forward(qkv[:, :6], qkv[:, 6:8], qkv[:, 8:], layer, scale=0.125, **options))
     return outputs
 
 

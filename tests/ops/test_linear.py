@@ -151,4 +151,4 @@ X, PACKED = torch.zeros(2, 40), ops.pack_linear(torch.zeros(50, 40))
 )
 def test_wrong_arguments_are_named(call: object, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        call()  # type: ignore[operator]
+        call()

@@ -18,7 +18,7 @@ from server.settings import load
 from tests.server.process import ROOT
 from tests.server.stub_engine import StubEngine
 
-ROUTES = sorted({(method, route.path) for router in ROUTERS for route in router.routes for method in route.methods})  # type: ignore[attr-defined]
+ROUTES = sorted({(method, route.path) for router in ROUTERS for route in router.routes for method in route.methods})
 
 
 def client_of(engine: StubEngine, **flags: Any) -> httpx.AsyncClient:

@@ -116,7 +116,7 @@ def error_of(answer: bytes) -> tuple[int, dict[str, str]]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
-async def test_a_sane_request_passes(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_sane_request_passes(start) -> None:
     running = await start()
     assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).endswith(b"1\r\no\r\n1\r\nk\r\n0\r\n\r\n")
 
@@ -130,7 +130,7 @@ async def test_a_sane_request_passes(start) -> None:  # type: ignore[no-untyped-
     ],
     ids=["one header", "address", "many headers"],
 )
-async def test_a_large_head_is_refused(start, request_bytes: bytes) -> None:  # type: ignore[no-untyped-def]
+async def test_a_large_head_is_refused(start, request_bytes: bytes) -> None:
     running = await start()
     status, error = error_of(await running.exchange(request_bytes))
     assert status == 431
@@ -145,7 +145,7 @@ async def _flood(writer: asyncio.StreamWriter) -> None:
         await asyncio.wait_for(writer.drain(), 5)
 
 
-async def test_an_endless_head_is_not_read_to_its_end(start) -> None:  # type: ignore[no-untyped-def]
+async def test_an_endless_head_is_not_read_to_its_end(start) -> None:
     running = await start()
     _, writer = await running.connect()
     writer.write(GET + b"X-Fill: ")
@@ -155,27 +155,27 @@ async def test_an_endless_head_is_not_read_to_its_end(start) -> None:  # type: i
     assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_body_does_not_count_as_head(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_body_does_not_count_as_head(start) -> None:
     running = await start()
     body = b"b" * 100_000
     request = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     assert (await running.exchange(request + body)).startswith(b"HTTP/1.1 200")
 
 
-async def test_what_is_not_http_gets_an_error_in_shape(start) -> None:  # type: ignore[no-untyped-def]
+async def test_what_is_not_http_gets_an_error_in_shape(start) -> None:
     running = await start()
     status, error = error_of(await running.exchange(b"\x16\x03\x01 not http\r\n\r\n"))
     assert (status, error["code"]) == (400, "invalid_http")
 
 
-async def test_a_head_that_does_not_come_ends_the_connection(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_head_that_does_not_come_ends_the_connection(start) -> None:
     running = await start(head_timeout_s=0.2)
     assert await running.exchange(b"") == b""
     status, _ = error_of(await running.exchange(GET))
     assert status == 408
 
 
-async def test_the_time_for_a_head_starts_anew_on_a_kept_connection(start) -> None:  # type: ignore[no-untyped-def]
+async def test_the_time_for_a_head_starts_anew_on_a_kept_connection(start) -> None:
     running = await start(head_timeout_s=0.3)
     reader, writer = await running.connect()
     writer.write(GET + b"\r\n")
@@ -186,7 +186,7 @@ async def test_the_time_for_a_head_starts_anew_on_a_kept_connection(start) -> No
     writer.close()
 
 
-async def test_connections_above_the_limit_are_closed(start) -> None:  # type: ignore[no-untyped-def]
+async def test_connections_above_the_limit_are_closed(start) -> None:
     running = await start(max_connections=3)
     kept = [await running.connect() for _ in range(3)]
     reader, writer = await running.connect()
@@ -198,7 +198,7 @@ async def test_connections_above_the_limit_are_closed(start) -> None:  # type: i
     assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_stream_that_is_not_read_is_cut_off_and_counted(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_stream_that_is_not_read_is_cut_off_and_counted(start) -> None:
     running = await start()
     _, writer = await running.connect(receive_buffer=4096)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -207,7 +207,7 @@ async def test_a_stream_that_is_not_read_is_cut_off_and_counted(start) -> None: 
     writer.close()
 
 
-async def test_a_stream_that_is_read_goes_on(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_stream_that_is_read_goes_on(start) -> None:
     running = await start()
     reader, writer = await running.connect()
     running.app.chunk = b"x" * 100
@@ -219,7 +219,7 @@ async def test_a_stream_that_is_read_goes_on(start) -> None:  # type: ignore[no-
     writer.close()
 
 
-async def test_a_large_plain_answer_waits_for_its_reader_but_not_for_ever(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_large_plain_answer_waits_for_its_reader_but_not_for_ever(start) -> None:
     running = await start(max_stall_s=0.3)
     reader, writer = await running.connect(receive_buffer=4096)
     writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -268,7 +268,7 @@ def answers_of(received: bytes) -> list[tuple[int, bytes]]:
     "body", [b"zz\r\n", b"ffffffffffffffffff\r\n", b"2\r\nabcd\r\n", b"2\r\nab\r\n0\r\nno trailer\r\n\r\n"]
 )
 @pytest.mark.parametrize("later", [False, True])
-async def test_a_body_in_broken_chunks_gets_an_error_in_shape(start, body: bytes, later: bool) -> None:  # type: ignore[no-untyped-def]
+async def test_a_body_in_broken_chunks_gets_an_error_in_shape(start, body: bytes, later: bool) -> None:
     running = await start()
     reader, writer = await running.connect()
     writer.write(POST_CHUNKED)
@@ -286,7 +286,7 @@ async def test_a_body_in_broken_chunks_gets_an_error_in_shape(start, body: bytes
 @pytest.mark.parametrize("before", [GET + b"\r\n", SLOW, SLOW + GET + b"\r\n"], ids=["quick", "slow", "two"])
 @pytest.mark.parametrize("behind", [b"GARBAGE\r\n\r\n", b'{"prompt": "a"}', GET + b"X: " + b"a" * 9000 + b"\r\n\r\n"])
 @pytest.mark.parametrize("later", [False, True])
-async def test_whole_requests_before_garbage_are_answered(start, before: bytes, behind: bytes, later: bool) -> None:  # type: ignore[no-untyped-def]
+async def test_whole_requests_before_garbage_are_answered(start, before: bytes, behind: bytes, later: bool) -> None:
     running = await start()
     reader, writer = await running.connect()
     writer.write(before)
@@ -301,14 +301,14 @@ async def test_whole_requests_before_garbage_are_answered(start, before: bytes, 
     writer.close()
 
 
-async def test_a_broken_body_in_line_is_answered_in_its_turn(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_broken_body_in_line_is_answered_in_its_turn(start) -> None:
     running = await start()
     good, bad = answers_of(await running.exchange(SLOW + POST_CHUNKED + b"zz\r\n"))
     assert good == (200, b"ok")
     assert bad[0] == 400
 
 
-async def test_trailers_neither_count_as_headers_nor_grow_without_end(start) -> None:  # type: ignore[no-untyped-def]
+async def test_trailers_neither_count_as_headers_nor_grow_without_end(start) -> None:
     running = await start()
     chunks = b"5;x=y\r\nhello\r\n0\r\nX-Request-Id: trailer\r\n\r\n"
     received = await running.exchange(POST_CHUNKED + chunks + GET + b"Connection: close\r\n\r\n")
@@ -324,7 +324,7 @@ async def test_trailers_neither_count_as_headers_nor_grow_without_end(start) -> 
 
 
 @pytest.mark.parametrize("split", [None, 30, 90])
-async def test_an_offer_to_upgrade_costs_no_body(start, split: int | None) -> None:  # type: ignore[no-untyped-def]
+async def test_an_offer_to_upgrade_costs_no_body(start, split: int | None) -> None:
     running = await start()
     head = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
     request = head + b"HTTP2-Settings: AAE\r\nContent-Length: 5\r\n\r\nhello"
@@ -336,7 +336,7 @@ async def test_an_offer_to_upgrade_costs_no_body(start, split: int | None) -> No
     writer.close()
 
 
-async def test_requests_in_one_packet_are_answered_in_order(start) -> None:  # type: ignore[no-untyped-def]
+async def test_requests_in_one_packet_are_answered_in_order(start) -> None:
     running = await start()
     posts = b"".join(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n%02d\r\n" % i for i in range(50))
     answers = answers_of(await running.exchange(SLOW + posts + GET + b"Connection: close\r\n\r\n"))
@@ -344,7 +344,7 @@ async def test_requests_in_one_packet_are_answered_in_order(start) -> None:  # t
 
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"GE", GET], ids=["empty line", "two bytes", "half a head"])
-async def test_bytes_behind_a_request_do_not_end_its_answer(start, behind: bytes) -> None:  # type: ignore[no-untyped-def]
+async def test_bytes_behind_a_request_do_not_end_its_answer(start, behind: bytes) -> None:
     running = await start(head_timeout_s=0.2)
     running.app.chunk, running.app.pause_s = b"x", 0.01
     reader, writer = await running.connect()
@@ -358,14 +358,14 @@ async def test_bytes_behind_a_request_do_not_end_its_answer(start, behind: bytes
     await asyncio.wait_for(running.app.gone.wait(), 5)
 
 
-async def test_half_a_head_behind_an_answer_is_late_after_it(start) -> None:  # type: ignore[no-untyped-def]
+async def test_half_a_head_behind_an_answer_is_late_after_it(start) -> None:
     running = await start(head_timeout_s=0.2)
     good, bad = answers_of(await running.exchange(SLOW + GET))
     assert (good, bad[0]) == ((200, b"ok"), 408)
 
 
 @pytest.mark.parametrize("in_line", [b"", GET + b"\r\n", (GET + b"\r\n") * 3], ids=["alone", "one", "three"])
-async def test_a_client_that_leaves_is_noticed_with_requests_in_line(start, in_line: bytes) -> None:  # type: ignore[no-untyped-def]
+async def test_a_client_that_leaves_is_noticed_with_requests_in_line(start, in_line: bytes) -> None:
     running = await start()
     running.app.chunk, running.app.pause_s = b"x", 60.0  # nothing is written that could fail
     _, writer = await running.connect()
@@ -382,7 +382,7 @@ async def test_a_client_that_leaves_is_noticed_with_requests_in_line(start, in_l
     assert not running.server.server_state.connections
 
 
-async def test_a_stream_that_is_not_read_is_cut_off_with_requests_in_line(start) -> None:  # type: ignore[no-untyped-def]
+async def test_a_stream_that_is_not_read_is_cut_off_with_requests_in_line(start) -> None:
     running = await start()
     _, writer = await running.connect(receive_buffer=4096)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n" + GET + b"\r\n")
@@ -391,7 +391,7 @@ async def test_a_stream_that_is_not_read_is_cut_off_with_requests_in_line(start)
     writer.close()
 
 
-async def test_a_refused_upload_is_told_and_then_ends(start, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+async def test_a_refused_upload_is_told_and_then_ends(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "LINGER_S", 0.3)
     running = await start()
     reader, writer = await running.connect()
@@ -406,7 +406,7 @@ async def test_a_refused_upload_is_told_and_then_ends(start, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("path", [b"/", b"/length", b"/large"])
-async def test_http_1_0_gets_no_chunks(start, path: bytes) -> None:  # type: ignore[no-untyped-def]
+async def test_http_1_0_gets_no_chunks(start, path: bytes) -> None:
     running = await start()
     head, _, body = (await running.exchange(b"GET %b HTTP/1.0\r\nHost: x\r\n\r\n" % path)).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head.lower()
@@ -415,7 +415,7 @@ async def test_http_1_0_gets_no_chunks(start, path: bytes) -> None:  # type: ign
     assert body == (b"y" * (4 << 20) if path == b"/large" else b"ok")
 
 
-async def test_http_1_0_gets_its_stream_as_it_comes(start) -> None:  # type: ignore[no-untyped-def]
+async def test_http_1_0_gets_its_stream_as_it_comes(start) -> None:
     running = await start()
     running.app.chunk, running.app.pause_s = b"x", 0.01
     reader, writer = await running.connect()

@@ -24,7 +24,7 @@ async def client() -> AsyncIterator[openai.AsyncOpenAI]:
     transport = httpx.ASGITransport(app=create_app(Settings(api_key=("key",)), engine))
     async with (
         httpx.AsyncClient(transport=transport) as http,
-        openai.AsyncOpenAI(base_url="http://test/v1", api_key="key", http_client=http, max_retries=0) as sdk,  # type: ignore[arg-type]
+        openai.AsyncOpenAI(base_url="http://test/v1", api_key="key", http_client=http, max_retries=0) as sdk,
     ):
         yield sdk
 

@@ -206,7 +206,7 @@ def test_flags_derive_from_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 def _serve_help() -> str:
     parser = build_parser()
     commands = next(action for action in parser._actions if action.dest == "command")
-    text: str = commands.choices["serve"].format_help()  # type: ignore[index, union-attr]
+    text: str = commands.choices["serve"].format_help()
     return text
 
 
