@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
@@ -25,6 +26,27 @@ class InvalidParameter(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The marks around a model's thinking, as text. opened: the prompt ends inside the block, so the output begins
+    with thinking; otherwise the output may begin with `start` (after blanks), and if it does not there is none."""
+
+    start: str
+    end: str
+    opened: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the text must match, once the reasoning (if any) has ended.
+
+    source by kind: json: a JSON schema; json_object: empty; regex: the pattern; choice: a JSON list of strings;
+    lark: a Lark grammar in llguidance's dialect."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "lark"]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; shared by its n sequences.
 
@@ -34,6 +56,10 @@ class SamplingParams:
     logit_bias: (token id, bias) pairs, or a dict of them.
     logprobs: number of alternatives reported per token; None reports none.
     penalties: presence and frequency over output tokens, repetition over prompt and output.
+    reasoning: stop strings and structured output wait for the end of the thinking it marks.
+    structured: a grammar for the text; `AsyncEngine.compile` must have accepted it.
+    shown_special_tokens: special tokens that are text all the same with skip_special_tokens (marks of an output
+        format).
     """
 
     n: int = 1
@@ -54,6 +80,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    reasoning: ReasoningMarks | None = None
+    structured: StructuredOutput | None = None
+    shown_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidParameter for every bound that does not need the vocabulary."""

@@ -23,11 +23,14 @@ class TokenEntry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one choice may send now. finish_reason is set on its last piece only."""
+    """What one choice may send now. finish_reason is set on its last piece only.
+
+    token_ids: those accepted since the last piece; their text may be held back, so text and ids need not match."""
 
     text: str
     entries: tuple[TokenEntry, ...] = ()
     finish_reason: FinishReason | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class Assembler:
