@@ -6,6 +6,8 @@ transformers' own modules (`tree.py`) or the fused decoder (`fused.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -27,6 +29,14 @@ class Computation(Protocol):
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """As Backbone.forward, every layer's metadata being set."""
+        ...
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """As Backbone.hidden_states, every layer's metadata being set."""
+        ...
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """As Backbone.logits."""
         ...
 
 
@@ -52,11 +62,33 @@ class Backbone:
         logits_indices: Tensor,  # [num_rows], int64: which tokens' logits are wanted; may be empty
     ) -> Tensor:
         """Logits [num_rows, vocab_size], float32. K and V of every token are written as a side effect."""
+        with self._attending(metadata):
+            return self.model.compute(input_ids, positions, logits_indices)
+
+    @torch.inference_mode()
+    def hidden_states(
+        self,
+        input_ids: Tensor,  # [num_tokens], int64
+        positions: Tensor,  # [num_tokens], int64
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """What the head sees: [num_tokens, hidden_size] in the model's dtype, behind the last norm. K and V of every
+        token are written as a side effect; `logits` of some of them equals what `forward` makes of these."""
+        with self._attending(metadata):
+            return self.model.hidden_states(input_ids, positions)
+
+    @torch.inference_mode()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [num_rows, vocab_size], float32, of hidden states [num_rows, hidden_size]."""
+        return self.model.logits(hidden_states)
+
+    @contextmanager
+    def _attending(self, metadata: AttentionMetadata) -> Iterator[None]:
         self.model.cover(metadata.max_seq_len)
         for layer in self.layers:
             layer.metadata = metadata
         try:
-            return self.model.compute(input_ids, positions, logits_indices)
+            yield
         finally:
             for layer in self.layers:
                 layer.metadata = None

@@ -265,6 +265,14 @@ class FusedModel:
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """See Backbone.forward."""
+        return self.logits(self.hidden_states(input_ids, positions)[logits_indices])
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """See Backbone.logits."""
+        return self._head(hidden_states)
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See Backbone.hidden_states."""
         residual = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
             residual *= self._embedding_scale
@@ -278,4 +286,4 @@ class FusedModel:
             attended = block.attend(x, rotations[block.rope], self._backend)
             x = block.middle_norm.after_adding(attended, residual)
             x = next_norm.after_adding(block.feed_forward(x), residual)
-        return self._head(x[logits_indices])
+        return x

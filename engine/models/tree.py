@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.config import StartError
@@ -30,6 +31,7 @@ class TreeModel:
         self.vocab_size = int(tree.config.vocab_size)
         self.dtype: torch.dtype = tree.get_input_embeddings().weight.dtype
         self._keeps_logits = "logits_to_keep" in inspect.signature(tree.forward).parameters
+        self._body_name = _body_name(tree)
         self._tables = tuple(module for module in tree.modules() if isinstance(module, RopeTable))
         self._calls, self.layers = _attach(tree, backend)
 
@@ -50,6 +52,58 @@ class TreeModel:
         if not self._keeps_logits:
             logits = logits[logits_indices]
         return logits.float()
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See Backbone.hidden_states."""
+        for calls in self._calls:
+            calls.restart()
+        body = getattr(self.tree, self._body_name)
+        output = body(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+        return cast(Tensor, output[0])[0]
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """See Backbone.logits. The tree's own forward, for what it does around its head (scales, caps)."""
+        if not len(hidden_states):
+            return hidden_states.new_empty((0, self.vocab_size), dtype=torch.float32)
+        body = getattr(self.tree, self._body_name)
+        setattr(self.tree, self._body_name, _Given(hidden_states.unsqueeze(0)))
+        try:
+            output = self.tree(input_ids=torch.zeros(1, len(hidden_states), dtype=torch.int64), use_cache=False)
+        finally:
+            setattr(self.tree, self._body_name, body)
+        return cast(Tensor, output.logits)[0].float()
+
+
+def _body_name(tree: Any) -> str:
+    """The child that makes the hidden states. Raises StartError without one."""
+    names = [name for name, child in tree.named_children() if isinstance(child, PreTrainedModel)]
+    if len(names) != 1:
+        raise StartError(f"Model type {tree.config.model_type!r} has no body apart from its head.")
+    return str(names[0])
+
+
+class _Given(nn.Module):
+    """Stands for a tree's body whose hidden states [1, num_rows, hidden_size] are known."""
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self._output = _GivenOutput(hidden_states)
+
+    def forward(self, *args: Any, **kwargs: Any) -> _GivenOutput:
+        return self._output
+
+
+class _GivenOutput:
+    """A body's output; each family has fields of its own, absent here."""
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        self.last_hidden_state = hidden_states
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _attach(tree: Any, backend: AttentionBackend) -> tuple[tuple[PagedCalls, ...], tuple[PagedLayer, ...]]:
