@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine.outputs import FinishReason, RequestFailed, SequenceOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.thinking import ThinkingGate
 from engine.tokenizer import Detokenizer, StopMatcher, StopStrings, Tokenizer
 
 
@@ -37,18 +38,22 @@ class Assembler:
     """One choice. After `finish_reason` is set it accepts nothing more."""
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars",
+        "_detokenizer", "_gate", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars", "_unsent",
         "finish_reason", "num_tokens",
     )  # fmt: skip
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None) -> None:
         """stops: params.stop compiled, where several choices share it."""
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
+        )
         self._matcher = StopMatcher(stops or params.stop) if params.stop else None
+        self._gate = ThinkingGate(params.reasoning) if params.stop and params.reasoning else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._logprobs = params.logprobs is not None
         self._num_chars = 0  # detokenized so far
+        self._unsent: tuple[int, ...] = ()  # accepted, and in no piece yet
         self.num_tokens = 0  # accepted so far
         self.finish_reason: FinishReason | None = None
 
@@ -69,8 +74,9 @@ class Assembler:
         if self.finish_reason is not None:
             text += self._detokenizer.finish()
         elif not text:
+            self._unsent += token_ids
             return []
-        return [Piece(text, (), self.finish_reason)]
+        return [Piece(text, (), self.finish_reason, self._take(token_ids))]
 
     def _feed_each(self, output: SequenceOutput) -> list[Piece]:
         """Token by token, so that the count ends with the token that completes a stop string."""
@@ -84,16 +90,36 @@ class Assembler:
             if position == last and self.finish_reason is None and output.finish_reason is not None:
                 text += self._flush(output.finish_reason)
             entries = (self._entry(output, position, offset),) if self._logprobs else ()
-            pieces.append(Piece(text, entries, self.finish_reason))
+            pieces.append(Piece(text, entries, self.finish_reason, (token_id,)))
             if self.finish_reason is not None:
                 break
         if not output.token_ids and output.finish_reason is not None:
             pieces.append(Piece(self._flush(output.finish_reason), (), self.finish_reason))
-        return pieces if self._logprobs else _merged(pieces)
+        return pieces if self._logprobs else self._merged(pieces)
+
+    def _merged(self, pieces: list[Piece]) -> list[Piece]:
+        """One piece, or none while there is nothing to send."""
+        text = "".join(piece.text for piece in pieces)
+        token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
+        if not text and self.finish_reason is None:
+            self._unsent += token_ids
+            return []
+        return [Piece(text, (), self.finish_reason, self._take(token_ids))]
+
+    def _take(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        unsent, self._unsent = self._unsent, ()
+        return unsent + token_ids if unsent else token_ids
 
     def _advance(self, text: str) -> str:
-        """Through the stop search; sets finish_reason on a hit. Stop strings count only past min_tokens."""
+        """Through the gate of the thinking and the stop search; sets finish_reason on a hit."""
         self._num_chars += len(text)
+        if self._gate is None:
+            return self._search(text)
+        thinking, text = self._gate.feed(text)
+        return thinking + self._search(text)
+
+    def _search(self, text: str) -> str:
+        """Stop strings count only past min_tokens."""
         if self._matcher is None or self.num_tokens <= self._min_tokens:
             return text
         safe, hit = self._matcher.feed(text)
@@ -102,6 +128,8 @@ class Assembler:
     def _flush(self, reason: FinishReason) -> str:
         """All that is held back, at the end of the tokens."""
         text = self._advance(self._detokenizer.finish())
+        if self._gate is not None and self.finish_reason is None:
+            text += self._search(self._gate.finish())
         if self._matcher is not None and self.finish_reason is None:
             text += self._matcher.finish()
             if self._matcher.matched is not None:
@@ -117,11 +145,3 @@ class Assembler:
     def _entry(self, output: SequenceOutput, position: int, offset: int) -> TokenEntry:
         top = output.top_logprobs[position] if output.top_logprobs is not None else None
         return TokenEntry(output.token_ids[position], output.logprobs[position], top, offset)
-
-
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    if not pieces:
-        return []
-    text = "".join(piece.text for piece in pieces)
-    reason = pieces[-1].finish_reason
-    return [Piece(text, (), reason)] if text or reason is not None else []

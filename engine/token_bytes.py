@@ -53,6 +53,10 @@ class ByteTable(dict[int, bytes]):
         self._convert = converter(backend)
         self._convert_added = added_converter(backend)
 
+    def without(self, hidden: frozenset[int]) -> ByteTable:
+        """A table over the same vocabulary in which `hidden` gives b""."""
+        return ByteTable(self._backend, self._added, hidden)
+
     def __missing__(self, token_id: int) -> bytes:
         if not 0 <= token_id < self._size or token_id in self._hidden:
             return b""

@@ -58,6 +58,7 @@ class Tokenizer:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = ByteTable(backend, added)
         self._visible = ByteTable(backend, added, hidden=self._special)
+        self._partly_visible: dict[frozenset[int], ByteTable] = {}  # an output format's marks shown: one or two
         self._with_control = backend
         self._without_control = _without_control(backend, added, self.control_texts)
         bos = self.special_tokens.get("bos_token")
@@ -97,9 +98,16 @@ class Tokenizer:
         found: int | None = self._with_control.token_to_id(text)
         return found
 
-    def visible_bytes(self, *, skip_special_tokens: bool) -> ByteTable:
-        """The table behind `decode`: token id -> bytes."""
-        return self._visible if skip_special_tokens else self._bytes
+    def visible_bytes(self, *, skip_special_tokens: bool, shown: Collection[int] = ()) -> ByteTable:
+        """The table behind `decode`: token id -> bytes. shown: special tokens that are text all the same."""
+        if not skip_special_tokens:
+            return self._bytes
+        kept = self._special.intersection(shown)
+        if not kept:
+            return self._visible
+        if kept not in self._partly_visible:
+            self._partly_visible[kept] = self._bytes.without(self._special - kept)
+        return self._partly_visible[kept]
 
     def _adds_bos(self, bos_token_id: int) -> bool:
         return self._with_control.encode("", add_special_tokens=True).ids[:1] == [bos_token_id]
@@ -112,8 +120,9 @@ class Detokenizer:
 
     __slots__ = ("_pending", "_table")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._table = tokenizer.visible_bytes(skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> None:
+        """shown: special tokens that are text even so."""
+        self._table = tokenizer.visible_bytes(skip_special_tokens=skip_special_tokens, shown=shown)
         self._pending = b""  # at most 3 bytes: the start of a character
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import FinishReason, RequestFailed, SequenceOutput, TokenLogprobs
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ReasoningMarks, SamplingParams
 from engine.text import Assembler, Piece
 from tests.server.fake_engine import small_tokenizer
 
@@ -74,11 +74,13 @@ def test_every_split_gives_the_same_answer(
     )
     pieces, assembler = run(params, token_ids, sizes, reason)
     whole_pieces, whole = run(params, token_ids, [len(token_ids) + 1], reason)
+    ends = [*token_ids, END] if reason == "stop" else token_ids
     assert joined(pieces) == joined(whole_pieces)
     assert assembler.num_tokens == whole.num_tokens
     assert assembler.finish_reason == whole.finish_reason
     assert [p.finish_reason for p in pieces if p.finish_reason] == [assembler.finish_reason]
     assert pieces[-1].finish_reason is not None
+    assert [t for piece in pieces for t in piece.token_ids] == ends[: assembler.num_tokens]
     entries = [entry for piece in pieces for entry in piece.entries]
     assert entries == [entry for piece in whole_pieces for entry in piece.entries]
     assert len(entries) == (assembler.num_tokens if with_logprobs else 0)
@@ -173,3 +175,30 @@ def test_logprobs_sit_beside_their_tokens() -> None:
     assert [e.token_id for e in entries] == token_ids
     assert [e.logprob for e in entries] == [-float(t) for t in token_ids]
     assert [e.text_offset for e in entries] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_stop_strings_wait_for_the_end_of_the_thinking(opened: bool) -> None:
+    text = ("" if opened else "<t>") + "one. two</t>three. four"
+    params = SamplingParams(max_tokens=64, stop=("e. ",), reasoning=ReasoningMarks("<t>", "</t>", opened))
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+    for sizes in ([1], [2], [40]):
+        pieces, assembler = run(params, token_ids, sizes, "length")
+        assert joined(pieces) == text[: text.index("e. f")]
+        assert assembler.finish_reason == "stop"
+        assert [t for piece in pieces for t in piece.token_ids] == token_ids[: assembler.num_tokens]
+
+
+def test_what_never_became_thinking_is_searched_at_the_end() -> None:
+    params = SamplingParams(max_tokens=64, stop=("th",), reasoning=ReasoningMarks("<think>", "</think>", False))
+    pieces, assembler = run(params, TOKENIZER.encode(" <thin", add_special_tokens=False), [1], "length")
+    assert (joined(pieces), assembler.finish_reason) == (" <", "stop")
+
+
+def test_marks_of_an_output_format_are_text() -> None:
+    begin, end = (TOKENIZER.token_id(text) for text in ("<|im_start|>", "<|im_end|>"))
+    assert begin is not None
+    assert end is not None
+    params = SamplingParams(max_tokens=64, shown_special_tokens=(begin,))
+    pieces, _ = run(params, [begin, end], [1], "length")
+    assert joined(pieces) == "<|im_start|>"
