@@ -26,12 +26,14 @@ class TokenEntry(NamedTuple):
 class Piece(NamedTuple):
     """What one choice may send now. finish_reason is set on its last piece only.
 
-    token_ids: those accepted since the last piece; their text may be held back, so text and ids need not match."""
+    token_ids: those accepted since the last piece; their text may be held back, so text and ids need not match.
+    stop_string: the one that ended the text, on the last piece."""
 
     text: str
     entries: tuple[TokenEntry, ...] = ()
     finish_reason: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
+    stop_string: str | None = None
 
 
 class Assembler:
@@ -66,7 +68,10 @@ class Assembler:
         if self.finish_reason is not None:
             return []
         if self._matcher is not None or self._logprobs:
-            return self._feed_each(output)
+            pieces = self._feed_each(output)
+            if pieces and self._matcher is not None and self._matcher.matched is not None:
+                pieces[-1] = pieces[-1]._replace(stop_string=self._matcher.matched)
+            return pieces
         token_ids = output.token_ids
         self.num_tokens += len(token_ids)
         self.finish_reason = output.finish_reason
