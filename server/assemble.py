@@ -19,20 +19,26 @@ from server.observe import Observer
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one HTTP request: each prompt once, the accepted tokens of all choices."""
+    """Token counts of one HTTP request: each prompt once, the accepted tokens of all choices.
+
+    num_reasoning_tokens: of the completion tokens, those that were thinking; None where nobody counts them."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
+    num_reasoning_tokens: int | None = None
 
     def to_wire(self) -> dict[str, object]:
         """OpenAI's usage object."""
-        return {
+        wire: dict[str, object] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.num_reasoning_tokens is not None:
+            wire["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return wire
 
 
 class Answer:

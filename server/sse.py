@@ -26,12 +26,11 @@ from engine.outputs import EngineError
 from engine.text import Piece
 from server.assemble import Answer
 from server.metrics import Metrics
-from server.protocol.answers import DONE, AnswerWriter
+from server.protocol.answers import AnswerWriter
 from server.protocol.errors import ApiError, to_api_error
 
 logger = logging.getLogger("pagemill.server")
 
-PING = b": ping\n\n"
 MANY_ENTRIES = 64  # logprobs of tokens; rendering more, each with 20 alternatives, would hold up the event loop
 CLIENT_CLOSED = 499  # what proxies log for a client that went away
 
@@ -131,6 +130,8 @@ class EventStream(Response):
         num_open = answer.num_choices
         events: list[bytes] = []
         try:
+            if first := self._writer.first_events(answer.usage()):
+                await self._write(first, more=True)
             async for outputs in answer.stream:
                 events = []
                 for index, piece in answer.take(outputs):
@@ -139,10 +140,10 @@ class EventStream(Response):
                 if not num_open:
                     events.append(self._writer.last_events(answer.usage()))
                     break
-                if events:
-                    await self._write(b"".join(events), more=True)
+                if body := b"".join(events):
+                    await self._write(body, more=True)
         except Exception as error:  # the status line is out: a failure must become an event, whatever it is
-            events = [b"data: ", self._told(error).envelope(), b"\n\n", DONE]
+            events = [self._writer.error_events(self._told(error))]
         await self._write(b"".join(events), more=False)
 
     async def _write(self, body: bytes, *, more: bool) -> None:
@@ -165,7 +166,7 @@ class EventStream(Response):
                 wait_s = max(self._keep_alive_s - silent_s, 0.001) if self._keep_alive_s > 0 else None
                 await asyncio.wait({gone}, timeout=wait_s)
                 if wait_s and not gone.done() and time.monotonic() - self._last_write >= self._keep_alive_s:
-                    await self._write(PING, more=True)
+                    await self._write(self._writer.ping, more=True)
             deadline.reschedule(asyncio.get_running_loop().time())
         finally:
             gone.cancel()

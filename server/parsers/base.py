@@ -24,7 +24,7 @@ class Reasoning(NamedTuple):
 class CallBegin(NamedTuple):
     """A tool call begins. index: 0, 1, ... within the choice; id: made by the server, or the model's own."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # the field hides tuple.index, which nobody calls
     id: str
     name: str
 
@@ -32,7 +32,7 @@ class CallBegin(NamedTuple):
 class CallArguments(NamedTuple):
     """More of a call's arguments: the texts of one index, joined, are a JSON object (unless the output was cut)."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # the field hides tuple.index, which nobody calls
     text: str
 
 

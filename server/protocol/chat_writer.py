@@ -1,0 +1,114 @@
+"""The answers of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from engine.sampling_params import ReasoningMarks
+from engine.text import Piece
+from engine.tokenizer import Tokenizer
+from server.assemble import Usage
+from server.parsers.base import CallArguments, CallBegin, Content, Part, Reasoning
+from server.protocol.answers import NULL, Frame
+from server.protocol.conversation_writer import Choice, ConversationWriter, NewParser, joined
+from server.protocol.logprobs import chat_logprobs
+
+_ROLE = b'{"role":"assistant","content":""}'
+
+
+class ChatWriter(ConversationWriter):
+    """reasoning_fields: the names under which thinking is told."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        fingerprint: str,
+        logprobs: bool,
+        include_usage: bool,
+        new_parser: NewParser | None = None,
+        reasoning: ReasoningMarks | None = None,
+        reasoning_fields: Sequence[str] = ("reasoning_content",),
+    ) -> None:
+        self._frame = Frame(
+            "chat.completion", id_prefix="chatcmpl-", model=model, fingerprint=fingerprint, include_usage=include_usage
+        )
+        super().__init__(self._frame.common["id"], tokenizer, new_parser=new_parser, reasoning=reasoning)
+        self._logprobs = logprobs
+        self._reasoning_fields = tuple(reasoning_fields)
+        self._begun: set[int] = set()  # choices whose role was sent
+
+    def events(self, index: int, parts: Sequence[Part], piece: Piece) -> bytes:
+        deltas = [self._delta(part) for part in (joined(parts) if len(parts) > 1 else parts)]
+        finish = orjson.dumps(self.finish_reason(index, piece))
+        if not deltas and (piece.finish_reason is not None or piece.entries):
+            deltas = [b"{}"]
+        logprobs = orjson.dumps(chat_logprobs(self._tokenizer, piece.entries)) if self._logprobs else NULL
+        chunks = [] if index in self._begun else [self._chunk(index, _ROLE, NULL, NULL)]
+        self._begun.add(index)
+        for k, delta in enumerate(deltas):  # a piece's logprobs go with its first delta, its end with its last
+            is_last = k == len(deltas) - 1
+            chunks.append(self._chunk(index, delta, NULL if k else logprobs, finish if is_last else NULL))
+        return b"".join(chunks)
+
+    def _delta(self, part: Part) -> bytes:
+        match part:
+            case Content(text):
+                return b'{"content":%b}' % orjson.dumps(text)
+            case Reasoning(text):
+                return orjson.dumps(dict.fromkeys(self._reasoning_fields, text))
+            case CallBegin(index, id, name):
+                function = {"name": name, "arguments": ""}
+                return orjson.dumps({
+                    "tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]
+                })  # fmt: skip
+            case CallArguments(index, text):
+                return orjson.dumps({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+        return b"".join((
+            self._frame.head, b'{"index":%d,"delta":' % index, delta, b',"logprobs":', logprobs,
+            b',"finish_reason":', finish_reason, b"}", self._frame.tail,
+        ))  # fmt: skip
+
+    def last_events(self, usage: Usage) -> bytes:
+        return self._frame.last_events(self.counted(usage))
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        return self._frame.answer([self._wire(choice) for choice in choices], usage)
+
+    def _wire(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": self._message(choice.parts),
+            "logprobs": chat_logprobs(self._tokenizer, choice.entries) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = tool_calls(parts)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if thinking:
+            message |= dict.fromkeys(self._reasoning_fields, thinking)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def tool_calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The calls of a plain answer as chat spells them."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallBegin):
+            calls[part.index] = {
+                "id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""},
+            }  # fmt: skip
+        elif isinstance(part, CallArguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    return list(calls.values())
