@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("spec", help="a TOML file, or the name of one in loadtest/specs")
     parser.add_argument("--budget", type=duration, help="time for all of it: 60m, 1h, 300s; scales request counts")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the spec")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the request counts, without a budget; 0: the least"
+    )
     parser.add_argument("--only", action="append", default=[], help="a server to keep; repeatable")
+    parser.add_argument("--workload", action="append", default=[], help="instead of the spec's; repeatable")
+    parser.add_argument("--rounds", type=int, help="instead of the spec's")
+    parser.add_argument("--baseline", help="the server that ratios divide by, instead of the spec's")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     parser.set_defaults(command=command)
@@ -48,10 +54,13 @@ def find_spec(text: str) -> Path:
 
 async def command(arguments: argparse.Namespace) -> int:
     """Exit code 1 if any request of any server failed."""
-    spec = read_spec(find_spec(arguments.spec), arguments.set, arguments.only)
+    spec = read_spec(
+        find_spec(arguments.spec), arguments.set, arguments.only,
+        workloads=arguments.workload, rounds=arguments.rounds, baseline=arguments.baseline,
+    )  # fmt: skip
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="loadtest-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(spec, logs)
+    comparison = Comparison(spec, logs, scale=arguments.scale)
     try:
         await comparison.run(arguments.budget)
     finally:
@@ -73,11 +82,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
         is_baseline = row["server"] == result["baseline"]
         cells.setdefault((row["workload"], row["server"]), {})[row["metric"]] = shown + ("" if is_baseline else ratio)
     rows += [[*key, *(values.get(metric, "-") for metric in SHOWN)] for key, values in cells.items()]
-    starts = [
-        f"{name}: ready after {row['start_s']:.1f} s"
-        + (f", {row['rss_ready_bytes'] / 2**20:.0f} MiB" if "rss_ready_bytes" in row else "")
-        for name, row in result["servers"].items()
-    ]
+    servers = [server_line(name, row, result["runs"]) for name, row in result["servers"].items()]
     before = result["before"]
     others = [run["machine"]["cores_others"] for run in result["runs"] if "cores_others" in run["machine"]]
     machine = (
@@ -86,4 +91,19 @@ def comparison_table(result: Mapping[str, Any]) -> str:
         + (f"; during: others took up to {max(others):.2f} cores" if others else "")
     )
     scale = f"request counts x{result['scale']:.3f}, {result['rounds']} rounds, baseline {result['baseline']}"
-    return "\n".join([grid(rows), "", *starts, machine, scale])
+    return "\n".join([grid(rows), "", *servers, machine, scale])
+
+
+def server_line(name: str, row: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Start, memory, and what would make its figures unfair: failed requests, answers shorter than asked."""
+    parts = [f"{name}: ready after {row['start_s']:.1f} s"]
+    if "rss_ready_bytes" in row:
+        parts.append(f"{row['rss_ready_bytes'] / 2**20:.0f} MiB then")
+    mine = [run for run in runs if run["server_name"] == name]
+    peaks = [run["server"]["rss_max_bytes"] for run in mine if "rss_max_bytes" in run["server"]]
+    if peaks:
+        parts.append(f"at most {max(peaks) / 2**20:.0f} MiB")
+    for kind, words in (("failed", "requests failed"), ("short", "answers shorter than asked")):
+        if count := sum(run["requests"][kind] for run in mine):
+            parts.append(f"{count} {words}")
+    return ", ".join(parts)

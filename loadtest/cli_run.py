@@ -66,11 +66,11 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len")
     group.add_argument("--prefix-len", type=int, help="tokens shared by all prompts of a prefix group")
     group.add_argument("--prefix-groups", type=int)
-    group.add_argument("--turns", help="requests of one conversation: a length distribution (needs --prompts text)")
+    group.add_argument("--turns", help="requests of one conversation: a length distribution")
     group.add_argument("--think", type=float, help="seconds between turns")
     group.add_argument("--n", type=int)
     group.add_argument("--temperature", type=float)
-    group.add_argument("--prompts", default="ids", help="ids, ids:LOW:HIGH or text")
+    group.add_argument("--prompts", help="ids (default), ids:LOW:HIGH or text (default of chats and conversations)")
     group.add_argument("--seed", type=int, default=0)
 
 
@@ -93,17 +93,20 @@ def shaped_workload(arguments: argparse.Namespace) -> Workload:
     workload = replace(workload, **changes, name=workload.name + ("*" if changes else ""))
     if workload.num_sessions < 1 or workload.concurrency < 1 or workload.n < 1 or workload.prefix_groups < 1:
         raise UsageError("Requests, concurrency, n and prefix groups must be at least 1.")
-    if workload.turns != fixed(1) and arguments.prompts != "text":
-        raise UsageError("A conversation sends back the server's words, so it needs --prompts text.")
     return workload
 
 
-def source_of(arguments: argparse.Namespace) -> PromptSource:
-    """Raises UsageError where ids cannot be sent."""
-    source = prompt_source(arguments.prompts)
-    if arguments.endpoint == "chat" and arguments.prompts != "text":
-        raise UsageError("A chat sends words, so --endpoint chat needs --prompts text.")
-    return source
+def source_of(arguments: argparse.Namespace, workload: Workload | None = None) -> PromptSource:
+    """Words where only words will do, unless told otherwise. Raises UsageError where ids were asked for in vain."""
+    reason = None
+    if arguments.endpoint == "chat":
+        reason = "A chat sends words"
+    elif workload is not None and workload.turns != fixed(1):
+        reason = "A conversation sends back the server's words"
+    text = arguments.prompts or ("ids" if reason is None else "text")
+    if reason is not None and text != "text":
+        raise UsageError(f"{reason}, so it cannot have --prompts {text}.")
+    return prompt_source(text)
 
 
 def open_transport(arguments: argparse.Namespace) -> Transport:
@@ -131,15 +134,16 @@ async def open_target(transport: Transport, arguments: argparse.Namespace) -> Ta
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
     """Sessions and arrival times. Raises UsageError."""
-    source, objective = source_of(arguments), parse_objective(arguments.slo)
+    objective = parse_objective(arguments.slo)
     description: dict[str, Any] = {"url": arguments.url, "seed": arguments.seed, "machine_is": describe_machine()}
     if arguments.trace is not None:
-        requests = read_trace(arguments.trace)
+        requests, source = read_trace(arguments.trace), source_of(arguments)
         sessions = trace_sessions(requests, source, arguments.seed, time_scale=arguments.time_scale)
         warmup = trace_sessions(requests[: arguments.warmup], source, arguments.seed + 1)
         description |= {"workload": arguments.trace.name, "loop": f"replay x{arguments.time_scale:g}"}
         return Plan(sessions, None, description, warmup, objective)
     workload = shaped_workload(arguments)
+    source = source_of(arguments, workload)
     warmup = replace(workload, num_sessions=arguments.warmup).build(arguments.seed + 1_000_003, source)
     description |= {"workload": workload.name, "shape": workload_row(workload)}
     if arguments.rate is None:

@@ -48,15 +48,20 @@ class CompareSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_spec(path: Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> CompareSpec:
-    """overrides: NAME=VALUE for the spec's variables. only: names of servers to keep. Raises UsageError."""
-    try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"Cannot read the spec {path}: {error}.") from None
-    known = {"server", "baseline", "workloads", "rounds", "seed", "pause_others", "variables"}
-    if unknown := set(table) - known:
-        raise UsageError(f"A spec has no field {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}.")
+def read_spec(
+    path: Path,
+    overrides: Sequence[str] = (),
+    only: Sequence[str] = (),
+    *,
+    workloads: Sequence[str] = (),
+    rounds: int | None = None,
+    baseline: str | None = None,
+) -> CompareSpec:
+    """overrides: NAME=VALUE for the spec's variables. only: names of servers to keep. workloads, rounds, baseline: in
+    place of the spec's. Raises UsageError."""
+    table = _read_table(path)
+    given = {"workloads": list(workloads) or None, "rounds": rounds, "baseline": baseline}
+    table |= {key: value for key, value in given.items() if value is not None}
     variables = dict(table.get("variables", {}))
     for text in overrides:
         name, separator, value = text.partition("=")
@@ -66,59 +71,81 @@ def read_spec(path: Path, overrides: Sequence[str] = (), only: Sequence[str] = (
     servers = tuple(server_spec(row) for row in table.get("server", ()))
     servers = tuple(server for server in servers if not only or server.name in only)
     names = [server.name for server in servers]
-    baseline = table.get("baseline", names[0] if names else "")
-    if only and names and baseline not in names:
-        baseline = names[0]
+    chosen = table.get("baseline", names[0] if names else "")
+    if only and baseline is None and names and chosen not in names:
+        chosen = names[0]
     if len(set(names)) < len(names) or not names:
         raise UsageError("A spec needs at least one [[server]], and their names must differ.")
-    if baseline not in names:
-        raise UsageError(f"The baseline {baseline!r} is not among the servers {', '.join(names)}.")
-    workloads = tuple(named_workload(name) for name in table.get("workloads", [f"W{k}" for k in range(1, 7)]))
+    if chosen not in names:
+        raise UsageError(f"The baseline {chosen!r} is not among the servers {', '.join(names)}.")
+    if table.get("rounds", 3) < 1:
+        raise UsageError("A comparison needs at least one round.")
+    shapes = tuple(named_workload(name) for name in table.get("workloads", [f"W{k}" for k in range(1, 7)]))
     return CompareSpec(
-        servers, baseline, workloads, table.get("rounds", 3), table.get("seed", 0), table.get("pause_others", True),
+        servers,
+        chosen,
+        shapes,
+        table.get("rounds", 3),
+        table.get("seed", 0),
+        table.get("pause_others", True),
         variables,
-    )  # fmt: skip
+    )
 
 
-def choose_scale(
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"Cannot read the spec {path}: {error}.") from None
+    known = {"server", "baseline", "workloads", "rounds", "seed", "pause_others", "variables"}
+    if unknown := set(table) - known:
+        raise UsageError(f"A spec has no field {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}.")
+    return table
+
+
+def fit_budget(
     budget_s: float, estimates: Mapping[tuple[str, str], float], workloads: Sequence[Workload], rounds: int
-) -> float:
-    """The largest scale <= 1 at which all rounds fit into budget_s, or the smallest that there is.
+) -> tuple[float, int]:
+    """The scale of the request counts and the rounds that fit into budget_s: as many rounds as were asked for, at the
+    largest scale <= 1; fewer rounds (at least one) only where even the smallest scale is too much.
 
     estimates: (server, workload) -> seconds per session. A workload never has fewer sessions than workers."""
 
-    def needed(scale: float) -> float:
-        return rounds * sum(
+    def round_s(scale: float) -> float:
+        return sum(
             seconds * workload.scaled(scale).num_sessions
             for (_, name), seconds in estimates.items()
             for workload in workloads
             if workload.name == name
         )
 
-    if needed(1.0) <= budget_s:
-        return 1.0
+    least_s = round_s(0.0)
+    rounds = max(1, min(rounds, int(budget_s / least_s))) if least_s > 0 else rounds
+    if rounds * round_s(1.0) <= budget_s:
+        return 1.0, rounds
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if needed(middle) <= budget_s else (low, middle)
-    return low
+        low, high = (middle, high) if rounds * round_s(middle) <= budget_s else (low, middle)
+    return low, rounds
 
 
 class Comparison:
     """One run of a spec. `result` is JSON data and grows as the run goes on."""
 
-    def __init__(self, spec: CompareSpec, log_dir: Path) -> None:
+    def __init__(self, spec: CompareSpec, log_dir: Path, *, scale: float = 1.0) -> None:
+        """scale: of the request counts, as long as no budget chooses another."""
         self.spec = spec
         self.servers = [Server(server) for server in spec.servers]
         self.result: dict[str, Any] = {
             "kind": "compare",
             "machine": describe_machine(), "baseline": spec.baseline, "rounds": spec.rounds, "seed": spec.seed,
-            "scale": 1.0, "servers": {}, "runs": [], "ratios": [],
+            "scale": scale, "servers": {}, "runs": [], "ratios": [],
         }  # fmt: skip
         self._log_dir = log_dir
 
     async def run(self, budget_s: float | None = None) -> dict[str, Any]:
-        """Starts, warms, measures, ends. budget_s: for everything, starts included."""
+        """Starts, warms, measures, ends. budget_s: for everything, starts included; it chooses the scale."""
         begun = perf_counter()
         try:
             mark, load = CpuMark.now(), load_average()
@@ -130,18 +157,23 @@ class Comparison:
             for server in self.servers:
                 estimates |= await self._warm(server, calibrate=budget_s is not None)
             if budget_s is not None:
-                left = budget_s - (perf_counter() - begun)
-                scale = choose_scale(left, estimates, self.spec.workloads, self.spec.rounds)
-                self.result |= {"budget_s": budget_s, "scale": scale}
-                _say(f"scale {scale:.3f} of the request counts, for {left:.0f} s left of the budget")
-            for round_number in range(self.spec.rounds):
+                self._fit(budget_s, budget_s - (perf_counter() - begun), estimates)
+            for round_number in range(self.result["rounds"]):
                 await self._round(round_number)
         finally:
             for server in self.servers:
                 await server.end()
-        self.result["ratios"] = ratios(self.result["runs"], self.spec.baseline)
-        self.result["wall_s"] = perf_counter() - begun
+            self.result["ratios"] = ratios(self.result["runs"], self.spec.baseline)  # of an interrupted run too
+            self.result["wall_s"] = perf_counter() - begun
         return self.result
+
+    def _fit(self, budget_s: float, left_s: float, estimates: Mapping[tuple[str, str], float]) -> None:
+        scale, rounds = fit_budget(left_s, estimates, self.spec.workloads, self.spec.rounds)
+        self.result |= {"budget_s": budget_s, "scale": scale, "rounds": rounds}
+        counts = ", ".join(f"{each.name} {each.scaled(scale).num_sessions}" for each in self.spec.workloads)
+        _say(f"{left_s:.0f} s left of the budget: {rounds} rounds, request counts x{scale:.3f} ({counts})")
+        if rounds < self.spec.rounds:
+            _say(f"too little for {self.spec.rounds} rounds even of the fewest requests that keep all workers busy")
 
     async def _start(self, server: Server) -> None:
         _say(f"starting {server.spec.name}")
@@ -174,7 +206,7 @@ class Comparison:
                 result = await self._measure(server, scaled, self.spec.seed + number)
                 result |= {"server_name": server.spec.name, "round": number}
                 self.result["runs"].append(result)
-                rates, turn = result["rates"], f"round {number + 1}/{self.spec.rounds}"
+                rates, turn = result["rates"], f"round {number + 1}/{self.result['rounds']}"
                 shown = f"{rates['output_tokens_per_s']:.1f} tok/s, {rates['requests_per_s']:.2f} requests/s"
                 _say(f"{turn} {workload.name} {server.spec.name}: {shown}")
 
@@ -189,10 +221,10 @@ class Comparison:
             "seed": seed, "sessions": workload.num_sessions,
         }  # fmt: skip
         plan = Plan(sessions[:2] if warm else sessions, workload.concurrency, description)
-        transport = RawTransport(server.url)
+        transport, target = RawTransport(server.url), server.spec.target(self.spec.variables)
         server.resume()
         try:
-            result = await measure(transport, server.spec.target(self.spec.variables), plan, pid=server.pid)
+            result = await measure(transport, target, plan, pid=server.pid, progress=True)
             result["rates"]["requests_per_s"] /= split
             return result
         finally:

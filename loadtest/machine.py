@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -47,19 +48,24 @@ def cpu_seconds(pid: int) -> float:
     return total / TICK
 
 
-def open_files(pid: int) -> int:
-    """Files and sockets that pid and its descendants hold open."""
-    total = 0
+def open_handles(pid: int) -> tuple[int, int]:
+    """Files (sockets among them) that pid and its descendants hold open, and how many of them are sockets."""
+    links: list[str] = []
     for each in process_tree(pid):
-        try:
-            total += len(os.listdir(PROC / str(each) / "fd"))
-        except OSError:
-            continue
-    return total
+        with suppress(OSError):  # the process is gone
+            links += [_link(entry) for entry in (PROC / str(each) / "fd").iterdir()]
+    return len(links), sum(link.startswith("socket:") for link in links)
 
 
 def threads(pid: int) -> int:
     return sum(int(fields[17]) for each in process_tree(pid) if (fields := _stat(each)))
+
+
+def _link(entry: Path) -> str:
+    try:
+        return os.readlink(entry)
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _stat(pid: int) -> list[str] | None:

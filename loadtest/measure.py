@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from loadtest.client import Target
 from loadtest.load import LoadResult, LoadState, run_load
 from loadtest.machine import CpuMark, cpu_seconds, load_average, resident_bytes
-from loadtest.progress import show_progress
+from loadtest.progress import load_progress, progress_line
 from loadtest.record import RequestRecord
 from loadtest.scrape import Sampler, scrape, server_report
 from loadtest.summary import Objective, summarise
@@ -52,10 +52,12 @@ async def measure(
     sampler = Sampler(transport, sample_interval_s, pid)
     state = LoadState()
     helpers = [asyncio.create_task(sampler.run())] if before is not None or pid is not None else []
-    if progress:
-        helpers.append(asyncio.create_task(show_progress(plan.description.get("workload", "load"), state)))
     try:
-        result = await run_load(transport, target, plan.sessions, concurrency=plan.concurrency, state=state)
+        async with AsyncExitStack() as stack:
+            if progress:
+                text = load_progress(plan.description.get("workload", "load"), state)
+                await stack.enter_async_context(progress_line(text))
+            result = await run_load(transport, target, plan.sessions, concurrency=plan.concurrency, state=state)
     finally:
         for helper in helpers:
             helper.cancel()

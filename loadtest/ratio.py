@@ -12,27 +12,26 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 from loadtest.lengths import Lengths, UsageError, lognormal_between
-from loadtest.load import run_load
+from loadtest.load import LoadState, run_load
 from loadtest.machine import CpuMark, cpu_seconds, describe_machine, load_average
 from loadtest.measure import warm_up
+from loadtest.padded import Baseline, Batch, plan_batches, sample_batches
+from loadtest.progress import load_progress, progress_line
 from loadtest.prompts import TokenIds
 from loadtest.servers import Server, ServerSpec
 from loadtest.table import grid
 from loadtest.transport import RawTransport
-from loadtest.workloads import PlannedRequest, Workload
+from loadtest.workloads import Session, Workload
 
-BASELINE = Path(__file__).parent / "baselines" / "transformers_generate.py"
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2  # SmolLM2-135M in bfloat16: layers, K and V, KV heads, head size, bytes
 COMMAND = (
     "{python} -m server serve {model} --served-model-name model --dtype bfloat16 --kv-cache-memory {memory} "
@@ -43,91 +42,6 @@ LENGTHS: dict[str, tuple[Lengths, Lengths]] = {
     "medium": (lognormal_between(32, 512), lognormal_between(16, 256)),
     "long": (lognormal_between(128, 1536), lognormal_between(32, 512)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one padded generate call."""
-
-    requests: tuple[PlannedRequest, ...]
-
-    @property
-    def max_new_tokens(self) -> int:
-        return max(request.max_tokens for request in self.requests)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Reserved: every row to the longest prompt plus the longest output."""
-        longest = max(len(request.prompt) for request in self.requests)
-        return len(self.requests) * (longest + self.max_new_tokens)
-
-    @property
-    def useful_tokens(self) -> int:
-        return sum(request.max_tokens for request in self.requests)
-
-
-def plan_batches(requests: Sequence[PlannedRequest], max_rows: int, kv_tokens: int) -> list[Batch]:
-    """Sorted by prompt length, each batch as large as max_rows and the budget allow. Raises UsageError if one request
-    alone is too large."""
-    batches: list[Batch] = []
-    for request in sorted(requests, key=lambda each: (len(each.prompt), each.max_tokens)):
-        grown = Batch((*batches[-1].requests, request)) if batches else Batch((request,))
-        if len(grown.requests) <= max_rows and grown.kv_tokens <= kv_tokens:
-            batches[-1:] = [grown]
-        else:
-            batches.append(Batch((request,)))
-        if batches[-1].kv_tokens > kv_tokens:
-            raise UsageError(f"A request of {batches[-1].kv_tokens} tokens does not fit a KV of {kv_tokens} tokens.")
-    return batches
-
-
-class Baseline:
-    """The generate process, which waits stopped while it is not asked."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, model: str, threads: int, cache: str) -> Baseline:
-        """Raises UsageError if it ends before it is ready; what it says goes to our stderr."""
-        words = [sys.executable, str(BASELINE), model, "--threads", str(threads), "--cache", cache]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, start_new_session=True)
-        baseline = cls(process)
-        await baseline._answer()
-        process.send_signal(signal.SIGSTOP)
-        return baseline
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def seconds(self, batches: Sequence[Batch]) -> float:
-        """How long generate takes for all of them."""
-        job = [
-            {"prompts": [each.prompt for each in batch.requests], "max_new_tokens": batch.max_new_tokens}
-            for batch in batches
-        ]
-        assert self._process.stdin is not None
-        self._process.send_signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"batches": job}).encode() + b"\n")
-        answer = await self._answer()
-        self._process.send_signal(signal.SIGSTOP)
-        return float(answer["seconds"])
-
-    async def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise UsageError(f"The generate process ended with code {await self._process.wait()}.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    async def end(self) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-        await self._process.wait()
 
 
 def add_parser(commands: Any) -> None:
@@ -142,6 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--lengths", default="short,medium,long", help=f"of {', '.join(LENGTHS)}")
     parser.add_argument("--requests", type=int, help="per point; default: twice the concurrency, 8 to 64")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--max-batches", type=int, help="generate runs an even sample of its batches; default: all")
     parser.add_argument("--cache", choices=("static", "dynamic"), default="static", help="of generate")
     parser.add_argument("--command", dest="server_command", default=COMMAND)
     parser.add_argument("--seed", type=int, default=0)
@@ -156,9 +71,7 @@ async def command(arguments: argparse.Namespace) -> int:
         "python": sys.executable, "model": arguments.model, "threads": str(arguments.threads),
         "memory": f"{arguments.memory_mib}MiB",
     }  # fmt: skip
-    for name in arguments.lengths.split(","):
-        if name not in LENGTHS:
-            raise UsageError(f"There are no lengths {name!r}; there are {', '.join(LENGTHS)}.")
+    check_arguments(arguments)
     server = Server(ServerSpec("served", arguments.server_command, ready="/health"))
     log = Path(tempfile.mkdtemp(prefix="loadtest-ratio-")) / "server.log"
     load_before, mark = load_average(), CpuMark.now()
@@ -182,7 +95,8 @@ async def command(arguments: argparse.Namespace) -> int:
             await baseline.end()
         result = {
             "kind": "ratio", "machine": describe_machine(), "before": before, "memory_mib": arguments.memory_mib,
-            "threads": arguments.threads, "cache": arguments.cache, "points": points, "table": ratio_table(points),
+            "threads": arguments.threads, "cache": arguments.cache, "rounds": arguments.rounds,
+            "max_batches": arguments.max_batches, "points": points, "table": ratio_table(points),
         }  # fmt: skip
         if arguments.json is not None:  # an interrupted run keeps its points
             arguments.json.write_text(json.dumps(result, indent=1))
@@ -191,6 +105,15 @@ async def command(arguments: argparse.Namespace) -> int:
         f"\nKV budget {arguments.memory_mib} MiB each, {arguments.threads} threads, load before {before['load']:.2f}"
     )
     return int(failed > 0)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UsageError."""
+    for name in arguments.lengths.split(","):
+        if name not in LENGTHS:
+            raise UsageError(f"There are no lengths {name!r}; there are {', '.join(LENGTHS)}.")
+    if arguments.rounds < 1 or (arguments.max_batches is not None and arguments.max_batches < 1):
+        raise UsageError("Rounds and batches must be at least 1.")
 
 
 async def measure_point(
@@ -207,16 +130,13 @@ async def measure_point(
         sessions = workload.build(arguments.seed + number, TokenIds())
         batches = plan_batches([session.turns[0] for session in sessions], concurrency, kv_tokens)
         all_batches += batches
-        transport = RawTransport(server.url)
-        server.resume()
-        await warm_up(transport, server.spec.target({}), workload.build(arguments.seed + 10**6, TokenIds())[:2])
-        result = await run_load(transport, server.spec.target({}), sessions, concurrency=concurrency)
-        await transport.close()
-        server.pause()
-        failed += sum(bool(record.error) for record in result.records)
-        asked = sum(batch.useful_tokens for batch in batches)
-        served = sum(record.output_tokens for record in result.records) / result.cost.wall_s
-        rounds.append((served, asked / await baseline.seconds(batches)))
+        label = f"{name} x{concurrency}, round {number + 1}/{arguments.rounds}"
+        await warm_server(server, workload.build(arguments.seed + 10**6, TokenIds())[:2])
+        served, failures = await served_rate(server, sessions, concurrency, label)
+        failed += failures
+        rounds.append(
+            (served, await generate_rate(baseline, sample_batches(batches, arguments.max_batches, number), label))
+        )
     end = CpuMark.now()
     used = (own_cpu_seconds(server, baseline) - used) / (end.moment_s - mark.moment_s)
     rows = [len(batch.requests) for batch in all_batches]
@@ -231,6 +151,34 @@ async def measure_point(
         "generate_rows": sum(rows) / len(rows), "generate_useful": useful / computed,
         "cores_others": max(0.0, end.cores_since(mark) - used),
     }  # fmt: skip
+
+
+async def served_rate(server: Server, sessions: Sequence[Session], concurrency: int, label: str) -> tuple[float, int]:
+    """Output tokens per second, and the requests that failed."""
+    transport, state = RawTransport(server.url), LoadState()
+    target = server.spec.target({})
+    server.resume()
+    async with progress_line(load_progress(f"{label}, served", state)):
+        result = await run_load(transport, target, sessions, concurrency=concurrency, state=state)
+    await transport.close()
+    server.pause()
+    tokens = sum(record.output_tokens for record in result.records)
+    return tokens / result.cost.wall_s, sum(bool(record.error) for record in result.records)
+
+
+async def warm_server(server: Server, sessions: Sequence[Session]) -> None:
+    transport = RawTransport(server.url)
+    server.resume()
+    await warm_up(transport, server.spec.target({}), sessions)
+    await transport.close()
+
+
+async def generate_rate(baseline: Baseline, batches: Sequence[Batch], label: str) -> float:
+    """Useful output tokens per second."""
+    begun = perf_counter()
+    async with progress_line(lambda: f"{label}, generate, {perf_counter() - begun:.0f} s"):
+        seconds = await baseline.seconds(batches)
+    return sum(batch.useful_tokens for batch in batches) / seconds
 
 
 def own_cpu_seconds(server: Server, baseline: Baseline) -> float:
@@ -261,7 +209,8 @@ def ratio_table(points: Sequence[dict[str, Any]]) -> str:
     ]
     for point in points:
         rates = [f"{point[f'{side}_tokens_per_s']:.1f}" for side in ("served", "generate")]
-        ends = [f"{point['ratio']:.2f}", f"{point['generate_rows']:.1f}", f"{point['generate_useful']:.0%}"]
+        spread = f" [{min(point['ratios']):.2f}-{max(point['ratios']):.2f}]" if len(point["ratios"]) > 1 else ""
+        ends = [f"{point['ratio']:.2f}{spread}", f"{point['generate_rows']:.1f}", f"{point['generate_useful']:.0%}"]
         ends.append(f"{point['cores_others']:.2f}")
         rows.append([point["lengths"], str(point["concurrency"]), *rates, *ends])
     return grid(rows) + "\n\nThe article beside this: 2-4x over earlier servers, up to 24x over transformers."

@@ -14,7 +14,7 @@ from typing import Any
 from loadtest.machine import resident_bytes
 from loadtest.transport import Transport, TransportError
 
-SERIES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+SERIES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "event_loop_tasks")
 DELTAS = (
     "generation_tokens_total", "prompt_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
     "num_preemptions_total", "discarded_tokens_total", "copy_on_write_total",

@@ -21,7 +21,8 @@ from typing import Any
 
 from loadtest.cli_compare import duration
 from loadtest.cli_run import add_target_arguments, open_target
-from loadtest.machine import open_files, threads
+from loadtest.machine import open_handles, threads
+from loadtest.progress import bar, progress_line
 from loadtest.scrape import Sampler, scrape
 from loadtest.servers import Server, ServerSpec
 from loadtest.soak_checks import Tally, check_answers, check_growth, check_idle, check_sums
@@ -82,12 +83,22 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
     traffic = Traffic(transport, target, tally, Random(f"soak-{arguments.seed}"))
     for _ in range(3):
         await traffic.good()
-    before = await scrape(watch)
+    before = await quiet_metrics(watch)
     start = tally.counts()
     sampler = HandleSampler(watch, max(0.2, arguments.duration / 240), arguments.pid)
+    await sampler.sample()  # of the idle server: what must be no more at the end
     sampling = asyncio.create_task(sampler.run())
     began = perf_counter()
-    tally.unfinished = await run_traffic(traffic, arguments.workers, arguments.duration, target.timeout_s)
+
+    def progress() -> str:
+        seconds, faults = perf_counter() - began, sum(tally.faults.values())
+        return (
+            f"soak {bar(seconds, arguments.duration)} {seconds:.0f} of {arguments.duration:.0f} s, {tally.completed} "
+            f"completed, {tally.disconnected} left, {tally.refused} refused, {faults} faults"
+        )
+
+    async with progress_line(progress):
+        tally.unfinished = await run_traffic(traffic, arguments.workers, arguments.duration, target.timeout_s)
     took = perf_counter() - began
     await transport.close()
     sampling.cancel()
@@ -106,12 +117,13 @@ async def soak(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class HandleSampler(Sampler):
-    """Open files (sockets among them) and threads of the server too."""
+    """Open files, sockets and threads of the server too (and the tasks of its event loop, if its metrics tell)."""
 
     async def sample(self) -> None:
         await Sampler.sample(self)
         if self.pid is not None:
-            self.samples[-1] |= {"open_files": open_files(self.pid), "threads": threads(self.pid)}
+            files, sockets = open_handles(self.pid)
+            self.samples[-1] |= {"open_files": files, "sockets": sockets, "threads": threads(self.pid)}
 
 
 async def run_traffic(traffic: Traffic, workers: int, seconds: float, timeout_s: float) -> int:

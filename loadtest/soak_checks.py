@@ -90,7 +90,8 @@ def check_sums(before: Mapping[str, float], after: Mapping[str, float], tally: T
 
 
 def check_growth(samples: Sequence[Sample], *, memory_limit_bytes: float, handle_limit: int = 8) -> list[str]:
-    """Memory, open files and threads of the second half of the run: a leak has a slope, a cache has an end."""
+    """Memory has a slope in the second half of the run if it leaks, and an end if it is a cache. Open files, sockets,
+    threads and tasks: the first and the last sample, both of an idle server."""
     faults: list[str] = []
     half = samples[len(samples) // 2 :]
     if len(half) < 4:
@@ -103,7 +104,7 @@ def check_growth(samples: Sequence[Sample], *, memory_limit_bytes: float, handle
             f"memory grew by {growth / 2**20:.1f} MiB in {span:.0f} s "
             f"({growth / span * 3600 / 2**20:.0f} MiB an hour; allowed {memory_limit_bytes / 2**20:.0f} MiB)"
         )
-    for name in ("open_files", "threads"):
+    for name in ("open_files", "sockets", "threads", "event_loop_tasks"):
         values = [sample[name] for sample in (samples[0], samples[-1]) if name in sample]
         if len(values) == 2 and values[1] - values[0] > handle_limit:
             faults.append(f"{name} rose from {values[0]:g} to {values[1]:g}")

@@ -47,7 +47,8 @@ def add_parser(commands: Any) -> None:
 
 async def command(arguments: argparse.Namespace) -> int:
     """Exit code 1 if no request succeeded."""
-    workload, source = shaped_workload(arguments), source_of(arguments)
+    workload = shaped_workload(arguments)
+    source = source_of(arguments, workload)
     transport = open_transport(arguments)
     try:
         target = await open_target(transport, arguments)

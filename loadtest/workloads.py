@@ -12,6 +12,8 @@ from random import Random
 from loadtest.lengths import Lengths, UsageError, fixed, lognormal_between, parse_lengths
 from loadtest.prompts import Prompt, PromptSource
 
+FEWEST = 3  # sessions of a scaled workload: a median of one request is no median
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
@@ -49,10 +51,9 @@ class Workload:
     temperature: float = 0.0
 
     def scaled(self, scale: float) -> Workload:
-        """The same shape with fewer sessions, but never fewer than keep every worker busy."""
-        return replace(
-            self, num_sessions=max(min(self.concurrency, self.num_sessions), round(self.num_sessions * scale))
-        )
+        """The same shape with fewer sessions, but never fewer than keep every worker busy, nor than FEWEST."""
+        least = min(max(self.concurrency, FEWEST), self.num_sessions)
+        return replace(self, num_sessions=max(least, round(self.num_sessions * scale)))
 
     def without_n(self) -> Workload:
         """The same work for a server that knows no n: n requests of one choice each, n times as many at once."""

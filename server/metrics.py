@@ -6,6 +6,7 @@ Label values come from fixed lists, never from a client. Names are vLLM's where 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -264,6 +265,7 @@ class Metrics(Collector):
             ("http_requests", "counter", "HTTP requests that arrived.", self._http_requests),
             ("http_in_flight", "gauge", "HTTP requests being answered.", self._in_flight),
             ("event_loop_lag_max_seconds", "gauge", "The latest the event loop was.", self._loop_lag_max_s),
+            ("event_loop_tasks", "gauge", "Tasks of the event loop that are not done.", _num_tasks()),
         )
         for name, kind, description, value in rows:
             yield _family(name, kind, description, value)
@@ -317,6 +319,14 @@ class Metrics(Collector):
             },
         )
         yield facts
+
+
+def _num_tasks() -> int:
+    """0 where no event loop runs."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
 
 
 def _family(name: str, kind: Kind, description: str, value: float) -> Metric:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from loadtest import cli
-from loadtest.cli_compare import SPECS, duration
-from loadtest.compare import Comparison, choose_scale, ratios, read_spec
+from loadtest.cli_compare import SPECS, duration, server_line
+from loadtest.compare import Comparison, fit_budget, ratios, read_spec
 from loadtest.lengths import UsageError, fixed
 from loadtest.machine import CpuMark, cpu_seconds, process_tree, resident_bytes
 from loadtest.servers import Server, ServerSpec
@@ -50,15 +50,15 @@ def row(name: str, gap: float) -> str:
 
 
 def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = write_spec(tmp_path / "s.toml", [row("slow", 0.003), row("fast", 0.0)])
+    spec = write_spec(tmp_path / "s.toml", [row("slow", 0.002), row("fast", 0.0)])
     result_path = tmp_path / "r.json"
-    assert cli.main(["compare", str(spec), "--budget", "1s", "--json", str(result_path), "--logs", str(tmp_path)]) == 0
+    assert cli.main(["compare", str(spec), "--scale", "0", "--json", str(result_path), "--logs", str(tmp_path)]) == 0
     result = json.loads(result_path.read_text())
-    assert result["scale"] < 1
+    assert result["scale"] == 0
     order = [(run["round"], run["server_name"]) for run in result["runs"]]
     assert order == [(0, "slow"), (0, "fast"), (1, "fast"), (1, "slow")], "interleaved, order rotated"
     counts = {run["requests"]["completed"] for run in result["runs"]}
-    assert len(counts) == 1, "the same requests for all"
+    assert counts == {3}, "the same requests for all, a round each"
     assert all(run["machine"]["cores_others"] >= 0 for run in result["runs"])
     assert set(result["servers"]) == {"slow", "fast"}
     found = {(each["server"], each["metric"]): each for each in result["ratios"]}
@@ -68,6 +68,15 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert rate["least"] <= rate["ratio"] <= rate["greatest"]
     assert found["fast", "tpot_p50"]["ratio"] < 1
     assert "baseline slow" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_too_small_costs_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, result_path = write_spec(tmp_path / "s.toml", [row("only", 0.0)]), tmp_path / "r.json"
+    assert cli.main(["compare", str(spec), "--budget", "0.01s", "--json", str(result_path)]) == 0
+    result = json.loads(result_path.read_text())
+    assert (result["rounds"], len(result["runs"])) == (1, 1)
+    assert result["scale"] < 0.01
+    assert "too little for 2 rounds" in capsys.readouterr().err
 
 
 async def test_server_is_paused_resumed_and_ended(tmp_path: Path) -> None:
@@ -106,13 +115,13 @@ async def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
 
 async def test_failed_warm_up_ends_all_servers(tmp_path: Path) -> None:
     broken = row("broken", 0.001).replace('model = "fake"', 'model = "fake"\nextra = { max_tokens = -1 }')
-    comparison = Comparison(read_spec(write_spec(tmp_path / "s.toml", [row("good", 0.001), broken])), tmp_path)
+    comparison = Comparison(read_spec(write_spec(tmp_path / "s.toml", [row("good", 0.0), broken])), tmp_path)
     with pytest.raises(UsageError, match="broken fails W1"):
         await comparison.run()
     assert all(server.pid is None for server in comparison.servers)
 
 
-def test_scale_fits_the_budget_and_is_the_largest() -> None:
+def test_scale_and_rounds_fit_the_budget_and_are_the_largest() -> None:
     workloads = (Workload("a", 100, 4, fixed(1), fixed(1)), Workload("b", 10, 1, fixed(1), fixed(1)))
     estimates = {("x", "a"): 1.0, ("y", "a"): 2.0, ("x", "b"): 5.0, ("y", "b"): 5.0}
 
@@ -120,11 +129,18 @@ def test_scale_fits_the_budget_and_is_the_largest() -> None:
         counts = {workload.name: workload.scaled(scale).num_sessions for workload in workloads}
         return 3 * sum(seconds * counts[name] for (_, name), seconds in estimates.items())
 
-    assert choose_scale(cost(1.0), estimates, workloads, 3) == 1.0
+    assert fit_budget(cost(1.0), estimates, workloads, 3) == (1.0, 3)
     for budget in (1100.0, 600.0, 200.0):
-        scale = choose_scale(budget, estimates, workloads, 3)
+        scale, rounds = fit_budget(budget, estimates, workloads, 3)
+        assert rounds == 3
         assert cost(scale) <= budget < cost(scale + 0.06)
-    assert choose_scale(1.0, estimates, workloads, 3) < 0.01, "too little for anything: the least there is"
+    for share, expected in ((0.9, 2), (0.5, 1)):
+        scale, rounds = fit_budget(share * cost(0.0), estimates, workloads, 3)
+        assert rounds == expected, "fewer rounds rather than a run without end"
+        assert cost(scale) * rounds / 3 <= share * cost(0.0)
+    scale, rounds = fit_budget(1.0, estimates, workloads, 3)
+    assert (cost(scale), rounds) == (cost(0.0), 1), "too little for anything: the least there is"
+    assert [workload.scaled(0.0).num_sessions for workload in workloads] == [4, 3], "all workers busy, and a median"
 
 
 def test_ratios_are_taken_within_rounds() -> None:
@@ -176,6 +192,26 @@ def test_the_shipped_specs_are_whole() -> None:
         read_spec(SPECS / "peers.toml", ["nonsense"])
     alone = read_spec(SPECS / "peers.toml", only=["llama.cpp"])
     assert [server.name for server in alone.servers] == [alone.baseline] == ["llama.cpp"]
+    changed = read_spec(SPECS / "peers.toml", workloads=["W2"], rounds=5, baseline="pagemill")
+    assert ([workload.name for workload in changed.workloads], changed.rounds, changed.baseline) == (
+        ["W2"], 5, "pagemill"
+    )  # fmt: skip
+    for wrong, message in (({"rounds": 0}, "one round"), ({"baseline": "nobody"}, "baseline 'nobody'")):
+        with pytest.raises(UsageError, match=message):
+            read_spec(SPECS / "peers.toml", **wrong)
+
+
+def test_what_makes_figures_unfair_is_shown() -> None:
+    def run(server: str, failed: int, short: int, peak: int) -> dict[str, object]:
+        requests = {"failed": failed, "short": short}
+        return {"server_name": server, "requests": requests, "server": {"rss_max_bytes": peak * 2**20}}
+
+    runs = [run("a", 0, 2, 700), run("b", 9, 9, 9), run("a", 1, 3, 900)]
+    shown = server_line("a", {"start_s": 2.0, "rss_ready_bytes": 600 * 2**20}, runs)
+    assert shown == (
+        "a: ready after 2.0 s, 600 MiB then, at most 900 MiB, 1 requests failed, 5 answers shorter than asked"
+    )
+    assert server_line("c", {"start_s": 2.0}, runs) == "c: ready after 2.0 s"
 
 
 def test_durations() -> None:

@@ -250,8 +250,17 @@ async def test_run_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     result = json.loads((tmp_path / "r.json").read_text())
     assert (result["workload"], result["model"], result["tokens"]["output"]) == ("W1*", "fake", 12)
     assert "open, poisson 200/s" in capsys.readouterr().out
-    with pytest.raises(UsageError):
-        cli_run.make_plan(parser.parse_args(["run", "--turns", "3"]))
+
+
+def test_chats_and_conversations_choose_words_by_themselves() -> None:
+    parser = ArgumentParser()
+    cli_run.add_parser(parser.add_subparsers())
+    for flags, kind in (
+        (["--turns", "3"], str), (["--workload", "chat"], str), (["--endpoint", "chat"], str),
+        (["--prompts", "text"], str), ([], tuple), (["--prompts", "ids:5:9"], tuple),
+    ):  # fmt: skip
+        plan = cli_run.make_plan(parser.parse_args(["run", "--requests", "2", *flags]))
+        assert isinstance(plan.sessions[0].turns[0].prompt, kind), flags
 
 
 @pytest.mark.parametrize(
@@ -261,7 +270,8 @@ async def test_run_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ["run", "--url", "nowhere"],
         ["run", "--prompts", "ids:9:3"],
         ["run", "--n", "0"],
-        ["run", "--endpoint", "chat"],
+        ["run", "--endpoint", "chat", "--prompts", "ids"],
+        ["run", "--turns", "3", "--prompts", "ids:1:9"],
     ],
 )
 def test_bad_usage_is_one_sentence(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loadtest import cli, ratio
+from loadtest import cli, padded
 from loadtest.lengths import UsageError
-from loadtest.ratio import BASELINE, plan_batches
+from loadtest.padded import BASELINE, Batch, plan_batches, sample_batches
 from loadtest.workloads import PlannedRequest
 
 from .test_compare import FAKE, REPOSITORY
@@ -35,12 +35,21 @@ def test_batches_fit_and_none_could_be_larger() -> None:
         for batch, following in pairwise(batches):
             assert len(batch.requests) <= rows
             assert batch.kv_tokens <= budget
-            grown = ratio.Batch((*batch.requests, following.requests[0]))
+            grown = Batch((*batch.requests, following.requests[0]))
             assert len(grown.requests) > rows or grown.kv_tokens > budget
-    batch = ratio.Batch(tuple(requests_of([(10, 3), (20, 50)])))
+    batch = Batch(tuple(requests_of([(10, 3), (20, 50)])))
     assert (batch.kv_tokens, batch.max_new_tokens, batch.useful_tokens) == (2 * 70, 50, 53)
     with pytest.raises(UsageError, match="does not fit"):
         plan_batches(requests_of([(10, 10)]), 4, 19)
+
+
+def test_samples_are_even_and_the_rounds_share_the_batches() -> None:
+    batches = [Batch(tuple(requests_of([(10 + number, 4)]))) for number in range(10)]
+    assert sample_batches(batches, None, 3) == sample_batches(batches, 10, 3) == batches
+    assert sample_batches(batches, 4, 0) == batches[0::3]
+    rounds = [sample_batches(batches, 4, number) for number in range(3)]
+    assert all(len(sample) <= 4 for sample in rounds)
+    assert sorted(batch.kv_tokens for sample in rounds for batch in sample) == [batch.kv_tokens for batch in batches]
 
 
 STUB = """
@@ -56,7 +65,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """generate is a stub that takes 10 ms a step; the served side is the fake server."""
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
-    monkeypatch.setattr(ratio, "BASELINE", stub)
+    monkeypatch.setattr(padded, "BASELINE", stub)
     monkeypatch.chdir(REPOSITORY)
     result_path = tmp_path / "r.json"
     flags = [
@@ -70,6 +79,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "2",
         "--json",
         str(result_path),
+        "--max-batches",
+        "3",
     ]
     server = f"{FAKE} --first 0.001 --gap 0.001"
     assert cli.main(["ratio", "some-model", *flags, "--command", server]) == 0
@@ -85,6 +96,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert point["ratio"] == pytest.approx(sum(point["ratios"]) / 2)
     assert "up to 24x" in capsys.readouterr().out
     assert cli.main(["ratio", "m", "--lengths", "endless"]) == 2
+    assert cli.main(["ratio", "m", "--max-batches", "0"]) == 2
     stub.write_text("raise SystemExit(3)")
     assert cli.main(["ratio", "m", *flags, "--command", server]) == 2
     assert "ended with code 3" in capsys.readouterr().err

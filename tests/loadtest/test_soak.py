@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from loadtest import cli, soak
 from loadtest.client import Target
+from loadtest.machine import open_handles
 from loadtest.scrape import find, live_slot_utilization, parse_metrics, scrape
 from loadtest.soak_checks import Tally, check_answers, check_growth, check_idle, check_sums
 from loadtest.soak_traffic import Traffic
@@ -95,7 +98,17 @@ def test_growth_has_a_slope_and_a_cache_has_an_end() -> None:
     assert fault.startswith("memory grew by 20.0 MiB in 50 s")
     (fault,) = check_growth(samples(1.0, files=40), memory_limit_bytes=8 * 2**20)
     assert fault == "open_files rose from 10 to 50"
+    for name in ("sockets", "threads", "event_loop_tasks"):
+        rows = [{"t": float(t), name: float(t)} for t in range(20)]
+        assert check_growth(rows, memory_limit_bytes=1) == [f"{name} rose from 0 to 19"]
     assert check_growth([], memory_limit_bytes=1) == []
+
+
+def test_sockets_are_counted_apart_from_files(tmp_path: Path) -> None:
+    files, sockets = open_handles(os.getpid())
+    with socket.socket(), (tmp_path / "x").open("w"):
+        now = open_handles(os.getpid())
+    assert (now[0] - files, now[1] - sockets) == (2, 1)
 
 
 async def soak_it(server: FakeServer, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, str]:
