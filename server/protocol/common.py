@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -178,6 +178,11 @@ def parse(body: bytes, kind: type[Wire]) -> Wire:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
+    return check_fields(data, kind)
+
+
+def check_fields(data: dict[str, Any], kind: type[Wire]) -> Wire:
+    """A parsed JSON object -> a checked wire object. Raises InvalidRequest."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
