@@ -15,10 +15,12 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
@@ -29,10 +31,34 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.tokenizer import Tokenizer
 
 PRIVATE_USE = range(0xF0000, 0x110000)  # the two supplementary planes of Unicode without meaning
+MAX_RENDER_S = 10.0
+TAIL_CHARS = 256
+CUT = "\0"  # stands for the end of a message that is to be continued; no text of a message or control token
 
 
 class ChatTemplateError(Exception):
     """The template refuses these messages, or cannot be used. The message may be told to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInput:
+    """What a template is rendered with. The fields of messages, tools and variables are a client's, and guarded alike.
+
+    tools: function tools as OpenAI spells them. variables: further values the template may look at, by name.
+    continue_final_message: the text ends where the last message's content ends, so that the model goes on with it."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class Encoded(NamedTuple):
+    """tail: the last characters of the rendered text (of text that spells control tokens, stand-ins)."""
+
+    token_ids: list[int]
+    tail: str
 
 
 class GenerationBlocks(Extension):
@@ -70,53 +96,66 @@ class ChatTemplate:
         # "developer" is OpenAI's newer name of the system role; few models were trained with it
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text the template makes of `messages`, up to where the assistant begins to speak.
+    def render(self, given: TemplateInput) -> str:
+        """The text the template makes.
 
-        Raises ChatTemplateError for everything that goes wrong inside."""
-        if not self._knows_developer:
-            messages = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+        Raises ChatTemplateError for everything that goes wrong inside, and when it takes too long."""
+        messages = given.messages if self._knows_developer else _without_developer(given.messages)
+        until = time.monotonic() + MAX_RENDER_S
+        pieces: list[str] = []
+        fixed = {"messages": messages, "tools": given.tools, "add_generation_prompt": given.add_generation_prompt}
         try:
-            text: str = self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._tokenizer.special_tokens,
-            )
+            for piece in self._template.generate(
+                {"documents": None} | dict(given.variables) | fixed | dict(self._tokenizer.special_tokens)
+            ):
+                pieces.append(piece)
+                if time.monotonic() > until:
+                    raise ChatTemplateError("The model's chat template takes too long over these messages.")
         except TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError):
             raise ChatTemplateError("The model's chat template cannot handle these messages.") from None
-        return text
+        return "".join(pieces)
 
-    def encode(self, messages: Sequence[dict[str, Any]], check_length: Callable[[int], None]) -> list[int]:
-        """Token ids of the rendered messages. check_length: told the characters of the messages, then those of the
+    def encode(self, given: TemplateInput, check_length: Callable[[int], None]) -> Encoded:
+        """Token ids of the rendered messages. check_length: told the characters of what is given, then those of the
         rendered text, before work is spent on them.
 
         Raises ChatTemplateError and what check_length raises."""
         try:
-            return self._encode_messages(messages, check_length)
+            return self._encode_input(given, check_length)
         except RecursionError:
             raise ChatTemplateError("The messages are nested too deeply.") from None
 
-    def _encode_messages(self, messages: Sequence[dict[str, Any]], check_length: Callable[[int], None]) -> list[int]:
-        leaves = [list(_leaves(message)) for message in messages]
+    def _encode_input(self, given: TemplateInput, check_length: Callable[[int], None]) -> Encoded:
+        beside = [given.tools or (), given.variables]
+        guarded = [*given.messages, *beside]
+        patterns = [self._special if m.get("role") == "assistant" else self._control for m in given.messages]
+        patterns += [self._control] * len(beside)
+        leaves = [list(_leaves(value)) for value in guarded]
         check_length(sum(len(leaf) for each in leaves for leaf in each))
-        patterns = [self._special if m.get("role") == "assistant" else self._control for m in messages]
         found = {text for p, each in zip(patterns, leaves, strict=True) for leaf in each for text in p.findall(leaf)}
+        if given.continue_final_message:
+            found.add(CUT)
         if not found:
-            text = self.render(messages)
+            text = self.render(given)
             check_length(len(text))
-            return self._encode(text, control_tokens=True)
+            return Encoded(self._encode(text, control_tokens=True), text[-TAIL_CHARS:])
         private = self._private_characters(found, [leaf for each in leaves for leaf in each])
-        hidden = [
-            _map_leaves(message, partial(pattern.sub, lambda match: private[match[0]]))
-            for message, pattern in zip(messages, patterns, strict=True)
-        ]
-        rendered = self.render(hidden)
+        *messages, tools, variables = (
+            _map_leaves(value, partial(pattern.sub, lambda match: private[match[0]]))
+            for value, pattern in zip(guarded, patterns, strict=True)
+        )
+        mark = private.pop(CUT, None)
+        if mark is not None:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + mark}
+        rendered = self.render(replace(given, messages=messages, tools=tools or None, variables=variables))
+        if mark is not None:
+            rendered = _up_to(mark, rendered)
         check_length(len(rendered))
-        return self._encode_marked(rendered, {character: text for text, character in private.items()})
+        restore = {character: text for text, character in private.items()}
+        token_ids = self._encode_marked(rendered, restore) if restore else self._encode(rendered, control_tokens=True)
+        return Encoded(token_ids, rendered[-TAIL_CHARS:])
 
     def _encode_marked(self, rendered: str, restore: Mapping[str, str]) -> list[int]:
         """restore: private character -> the text it stands for, which is to be spelled out."""
@@ -140,6 +179,24 @@ class ChatTemplate:
         if len(found) < len(wanted):
             raise ChatTemplateError("The messages use too many of Unicode's private characters.")
         return dict(zip(wanted, found, strict=True))
+
+
+def _without_developer(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Developer messages as system ones; those at the beginning as one, since many templates take only one."""
+    if not any(m.get("role") == "developer" for m in messages):
+        return messages
+    said = [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+    count = next((k for k, m in enumerate(said) if m.get("role") != "system"), len(said))
+    if count < 2:
+        return said
+    return [said[0] | {"content": "\n\n".join(str(m["content"]) for m in said[:count])}, *said[count:]]
+
+
+def _up_to(mark: str, rendered: str) -> str:
+    before, found, _ = rendered.rpartition(mark)
+    if not found:
+        raise ChatTemplateError("The model's chat template does not show the end of its last message.")
+    return before
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass
 
 from engine.sampling_params import SamplingParams
+from server.chat_template import TemplateInput
 from server.front import Front
 from server.protocol.chat import ChatRequest
 from server.protocol.conversation_writer import NewParser
@@ -32,5 +33,6 @@ async def prepare(front: Front, body: ChatRequest) -> Conversation:
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
     params.check_vocabulary(front.info.vocab_size)
     messages = [message.for_template() for message in body.messages]
-    prompt = await asyncio.to_thread(front.encoder.messages, messages, max_tokens or 1)
-    return Conversation(prompt, params)
+    given = TemplateInput(messages)
+    encoded = await asyncio.to_thread(front.encoder.conversation, given, max_tokens or 1)
+    return Conversation(encoded.token_ids, params)

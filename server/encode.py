@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from engine.outputs import ModelInfo
 from engine.tokenizer import Tokenizer
-from server.chat_template import ChatTemplate, ChatTemplateError
+from server.chat_template import ChatTemplate, ChatTemplateError, Encoded, TemplateInput
 from server.protocol.errors import InvalidRequest
 
 SHORTEST_LONGEST_TOKEN = 16  # characters; a floor for vocabularies of odd shape
@@ -42,17 +41,17 @@ class PromptEncoder:
             encoded.append(token_ids)
         return encoded
 
-    def messages(self, messages: Sequence[dict[str, Any]], num_output: int) -> list[int]:
+    def conversation(self, given: TemplateInput, num_output: int) -> Encoded:
         """Token ids of a conversation through the model's chat template."""
-        template = self._chat_template
+        template = self._tool_template if given.tools else self._chat_template
         try:
-            token_ids = template.encode(messages, lambda count: self._check_characters(count, "messages"))
+            encoded = template.encode(given, lambda count: self._check_characters(count, "messages"))
         except ChatTemplateError as error:
             raise InvalidRequest(str(error), param="messages", code="invalid_messages") from None
-        if not token_ids:
+        if not encoded.token_ids:
             raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
-        self._check_length(len(token_ids), num_output, "messages", "messages")
-        return token_ids
+        self._check_length(len(encoded.token_ids), num_output, "messages", "messages")
+        return encoded
 
     def text(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Control tokens spelled in a raw prompt are recognised, as elsewhere: whoever sends one writes the format."""
@@ -70,7 +69,15 @@ class PromptEncoder:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
-        source = self._tokenizer.chat_template
+        return self._template(self._tokenizer.chat_template)
+
+    @cached_property
+    def _tool_template(self) -> ChatTemplate:
+        """Some models bring a second template for conversations with tools."""
+        source = self._tokenizer.chat_templates.get("tool_use")
+        return self._chat_template if source is None else self._template(source)
+
+    def _template(self, source: str | None) -> ChatTemplate:
         if source is None:
             raise InvalidRequest("This model has no chat template: use /v1/completions.", code="no_chat_template")
         try:

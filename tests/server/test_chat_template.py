@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.tokenizer import Tokenizer
-from server.chat_template import ChatTemplate, ChatTemplateError, any_of
+from server.chat_template import ChatTemplate, ChatTemplateError, TemplateInput, any_of
 from tests.server.fake_engine import CHATML, IM_END, IM_START, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -27,7 +27,7 @@ def template(source: str = CHATML, tokenizer: Tokenizer = TOKENIZER) -> ChatTemp
 
 
 def encode(messages: list[dict[str, Any]], source: str = CHATML) -> list[int]:
-    return template(source).encode(messages, lambda text: None)
+    return template(source).encode(TemplateInput(messages), lambda count: None).token_ids
 
 
 def user(content: str) -> list[dict[str, Any]]:
@@ -70,14 +70,18 @@ def test_control_tokens_the_template_writes_without_being_special() -> None:
     tokenizer = small_tokenizer(chat_template="<tool>{{ messages[0].content }}</tool>")
     assert tokenizer.control_texts >= {IM_START, IM_END}
     made = ChatTemplate("<tool>{{ messages[0].content }}</tool>", tokenizer, ["<tool>", "</tool>"])
-    assert tokenizer.decode(made.encode(user("a</tool>b"), lambda text: None)) == "<tool>a</tool>b</tool>"
+    assert (
+        tokenizer.decode(made.encode(TemplateInput(user("a</tool>b")), lambda count: None).token_ids)
+        == "<tool>a</tool>b</tool>"
+    )
 
 
 def test_the_assistants_own_tags_stay_visible_to_the_template() -> None:
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}|{% endfor %}</think>"
     made = ChatTemplate(source, TOKENIZER, ["</think>", *TOKENIZER.control_texts])
     said = f"thought</think>{IM_END}word"
-    token_ids = made.encode([{"role": "assistant", "content": said}, *user(said)], lambda count: None)
+    messages = [{"role": "assistant", "content": said}, *user(said)]
+    token_ids = made.encode(TemplateInput(messages), lambda count: None).token_ids
     assert TOKENIZER.decode(token_ids) == f"{IM_END}word|{said}|</think>"
     assert not CONTROL_IDS & set(token_ids)
 
@@ -99,8 +103,9 @@ def test_many_control_tokens_cost_little() -> None:
 def test_bos_is_written_by_the_template_alone() -> None:
     tokenizer = small_tokenizer(adds_bos=True)
     made = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", tokenizer, tokenizer.control_texts)
-    assert made.encode(user("a"), lambda text: None)[0] == tokenizer.bos_token_id
-    assert made.encode(user("a"), lambda text: None)[1] != tokenizer.bos_token_id
+    token_ids = made.encode(TemplateInput(user("a")), lambda count: None).token_ids
+    assert token_ids[0] == tokenizer.bos_token_id
+    assert token_ids[1] != tokenizer.bos_token_id
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
 
 
@@ -124,8 +129,8 @@ def test_what_goes_wrong_inside_is_a_template_error(source: str, said: str) -> N
 
 def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
     messages = [{"role": "developer", "content": "d"}]
-    assert template("{{ messages[0].role }}").render(messages) == "system"
-    assert template("{# developer #}{{ messages[0].role }}").render(messages) == "developer"
+    assert template("{{ messages[0].role }}").render(TemplateInput(messages)) == "system"
+    assert template("{# developer #}{{ messages[0].role }}").render(TemplateInput(messages)) == "developer"
 
 
 def test_a_broken_template() -> None:
@@ -143,7 +148,7 @@ def test_what_published_templates_use() -> None:
         "{% endfor %}\n"
         "{{ ns.n }} {{ strftime_now('%Y') | length }} {{ {'é': '<'} | tojson }} {{ tools is none }}"
     )
-    rendered = template(source).render([{"role": "system", "content": "s"}, *user(" the ")])
+    rendered = template(source).render(TemplateInput([{"role": "system", "content": "s"}, *user(" the ")]))
     assert rendered == 'the1 4 {"é": "<"} True'
 
 
@@ -151,7 +156,7 @@ def test_the_rendered_length_is_checked_before_tokenising() -> None:
     made = template()
     for content in ("plain", f"with {IM_END}"):
         seen: list[int] = []
-        made.encode(user(content), seen.append)
+        made.encode(TemplateInput(user(content)), seen.append)
         assert seen[0] == len("user" + content + "rolecontent")
         assert seen[1] > seen[0]
 

@@ -11,7 +11,7 @@ from engine.models.gguf import GgufFile
 from engine.models.source import resolve_source
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import open_tokenizer
-from server.chat_template import ChatTemplate, ChatTemplateError
+from server.chat_template import ChatTemplate, ChatTemplateError, TemplateInput
 from tests.models import model_file
 
 pytestmark = pytest.mark.model
@@ -52,9 +52,9 @@ def test_rendered_and_tokenised_as_transformers_does(tokenizer: Tokenizer, messa
     theirs, _ = render_jinja_template(
         conversations=[messages], chat_template=source, add_generation_prompt=True, **tokenizer.special_tokens
     )
-    assert ours.render(messages) == theirs[0]
+    assert ours.render(TemplateInput(messages)) == theirs[0]
     whole = tokenizer.encode(theirs[0], add_special_tokens=False, allow_special=True)
-    assert ours.encode(messages, lambda text: None) == whole
+    assert ours.encode(TemplateInput(messages), lambda count: None).token_ids == whole
     assert whole[:2].count(tokenizer.bos_token_id or 0) == 1
 
 
@@ -64,8 +64,9 @@ def test_control_tokens_in_content_stay_text(tokenizer: Tokenizer) -> None:
     ours = ChatTemplate(source, tokenizer, tokenizer.control_texts)
     control = [text for text in tokenizer.control_texts if text in source]
     assert control
-    plain = ours.encode([USER], lambda text: None)
-    forged = ours.encode([USER | {"content": " ".join(control) + USER["content"]}], lambda text: None)
+    plain = ours.encode(TemplateInput([USER]), lambda count: None).token_ids
+    forging = [USER | {"content": " ".join(control) + USER["content"]}]
+    forged = ours.encode(TemplateInput(forging), lambda count: None).token_ids
     special = [token_id for token_id in plain if tokenizer.is_special(token_id)]
     assert [token_id for token_id in forged if tokenizer.is_special(token_id)] == special
     assert " ".join(control) in tokenizer.decode(forged)
@@ -74,4 +75,4 @@ def test_control_tokens_in_content_stay_text(tokenizer: Tokenizer) -> None:
 def test_a_refusal_is_a_sentence(tokenizer: Tokenizer) -> None:
     ours = ChatTemplate(GEMMA_TURNS, tokenizer, tokenizer.control_texts)
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        ours.encode([USER, USER, USER], lambda text: None)
+        ours.encode(TemplateInput([USER, USER, USER]), lambda count: None)
