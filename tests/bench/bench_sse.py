@@ -130,7 +130,8 @@ def main() -> None:
     total, handing = (after - before) / count * 1e6, (put_after - put_before) / count * 1e6
     offered = args.streams * 1000 / args.step_ms
     print(
-        f"{count / wall:.0f} of {offered:.0f} tokens/s arrived; {args.streams} streams x {args.tokens} tokens in {wall:.2f} s: {total:.1f} us CPU per token "
+        f"{count / wall:.0f} of {offered:.0f} tokens/s arrived; {args.streams} streams x {args.tokens} tokens "
+        f"in {wall:.2f} s: {total:.1f} us CPU per token "
         f"({handing:.1f} of them handing over), {num_bytes / count:.0f} bytes per token"
     )
 
