@@ -5,7 +5,7 @@ the engine's door (`check_vocabulary`). Bounds follow OpenAI's API description a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_N = 128
@@ -13,8 +13,13 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # all stop strings together
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # OpenAI's; a server may allow more
+LOGPROBS_CEILING = 1000  # and never more than this
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_LENGTH_PENALTY = 100.0
 GREEDY_TEMPERATURE = 1e-5  # at and below this, dividing by the temperature only loses digits
+
+Pooling = Literal["last", "mean"]
 
 
 class InvalidParameter(ValueError):
@@ -40,24 +45,54 @@ class StructuredOutput:
     """What the text must match, once the reasoning (if any) has ended.
 
     source by kind: json: a JSON schema; json_object: empty; regex: the pattern; choice: a JSON list of strings;
-    lark: a Lark grammar in llguidance's dialect."""
+    lark: a Lark grammar in llguidance's dialect.
+    param: the wire name of the field it came from, for complaints; two equal forms may come from different fields."""
 
     kind: Literal["json", "json_object", "regex", "choice", "lark"]
     source: str = ""
+    param: str = field(default="structured_outputs", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """The n most likely outputs that a search along `width` hypotheses finds, as transformers' beam search does.
+
+    length_penalty: an output's score is the sum of its logprobs over its length to this power: above 0 favours long
+        ones. early_stopping: True ends the search with `width` finished hypotheses; False when no running one could
+        beat the worst finished one at its present length; "never" when it could not at any length."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidParameter."""
+        _int("best_of", self.width, 1, MAX_N)
+        _real("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidParameter("early_stopping", 'early_stopping must be true, false or "never".')
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; shared by its n sequences.
 
-    max_tokens: output tokens per sequence (None: what remains of max_model_len).
+    max_tokens: output tokens per sequence (None: what remains of max_model_len; 0: the prompt is only computed).
     seed: int64; None draws a fresh one per request.
     stop: strings searched in the text by the assembler, never by the engine; one string is one stop string.
     logit_bias: (token id, bias) pairs, or a dict of them.
     logprobs: number of alternatives reported per token; None reports none.
+    prompt_logprobs: the same for the prompt's tokens, always of the model's own distribution. The prompt is then
+        computed anew, whatever the prefix cache holds of it.
+    logprob_token_ids: ids whose logprobs are reported beside the alternatives of each output token.
+    logprobs_mode: raw is the model's own distribution; processed the one the token was drawn from, behind penalties,
+        bias, masks, temperature (where it is not greedy), top-k, top-p and min-p: what they exclude is not reported.
     penalties: presence and frequency over output tokens, repetition over prompt and output.
     reasoning: stop strings and structured output wait for the end of the thinking it marks.
     structured: a grammar for the text; `AsyncEngine.compile` must have accepted it.
+    beam: the outputs are searched, not drawn: temperature, top_k and the like are not looked at.
+    pooling: the outcome is a vector, made of the prompt's last hidden states ("last": of its last token; "mean": the
+        mean over all); needs max_tokens 0.
     shown_special_tokens: special tokens that are text all the same with skip_special_tokens (marks of an output
         format).
     """
@@ -79,9 +114,14 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
     reasoning: ReasoningMarks | None = None
     structured: StructuredOutput | None = None
+    beam: BeamSearch | None = None
+    pooling: Pooling | None = None
     shown_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,7 +133,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, dict) else self.logit_bias))
         _int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _int("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter(
@@ -109,8 +149,7 @@ class SamplingParams:
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        if self.logprobs is not None:
-            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_logprobs()
         if len(self.stop) > MAX_STOP_STRINGS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
             raise InvalidParameter(
                 "stop",
@@ -125,6 +164,21 @@ class SamplingParams:
         for _, value in self.logit_bias:
             _real("logit_bias", value, -100.0, 100.0)
 
+    def _check_logprobs(self) -> None:
+        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0, LOGPROBS_CEILING)
+        if self.prompt_logprobs is not None:
+            _int("prompt_logprobs", self.prompt_logprobs, 0, LOGPROBS_CEILING)
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidParameter(
+                "logprob_token_ids", f"At most {MAX_LOGPROB_TOKEN_IDS} logprob_token_ids are allowed."
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidParameter("logprob_token_ids", "logprob_token_ids needs logprobs to be asked for.")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise InvalidParameter("logprobs_mode", "logprobs_mode must be raw or processed.")
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidParameter if a token id in the parameters lies outside [0, vocab_size)."""
         for token_id, _ in self.logit_bias:
@@ -133,12 +187,12 @@ class SamplingParams:
                     "logit_bias",
                     f"logit_bias has token id {token_id}, outside the vocabulary of {vocab_size} tokens.",
                 )
-        for token_id in self.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidParameter(
-                    "stop_token_ids",
-                    f"stop_token_ids has {token_id}, outside the vocabulary of {vocab_size} tokens.",
-                )
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            for token_id in getattr(self, name):
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidParameter(
+                        name, f"{name} has {token_id}, outside the vocabulary of {vocab_size} tokens."
+                    )
 
     @property
     def greedy(self) -> bool:

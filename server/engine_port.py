@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.outputs import Delivery, ModelInfo, Phase, SequenceOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.tokenizer import Tokenizer
 
 
@@ -55,6 +55,11 @@ class Engine(Protocol):
         """Returns when the engine has died of an error of its own."""
 
     def add_listener(self, callback: Callable[[Delivery], None]) -> None: ...
+
+    async def compile(self, structured: StructuredOutput) -> None:
+        """Make the grammar of a text's form ready, before `generate` is called with it.
+
+        Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""

@@ -75,6 +75,8 @@ class Front:
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
+        if params.structured is not None:
+            await self.engine.compile(params.structured)
         stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
         stream = self.engine.generate(
             prompts, params, cache_salt=body.cache_salt or "", label=state.get("request_id", "")

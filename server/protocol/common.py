@@ -1,24 +1,26 @@
 """The wire fields that completions and chat share, and the way from bytes to a checked request.
 
 Everything a client may get wrong becomes an `InvalidRequest` here, before a token is made. Unknown fields are
-ignored, null means absent, numbers are finite, a bool is no number and a number is no string.
+kept aside (`fields.py`), null means absent, numbers are finite, a bool is no number and a number is no string.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.outputs import SamplingDefaults
 from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from server.protocol.errors import InvalidRequest
+from server.protocol.fields import WireModel
 
 MAX_CACHE_SALT_CHARS = 256
+MAX_CHOICES = 10_000  # of a structured output
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
@@ -83,16 +85,16 @@ def _logit_bias(value: object) -> object:
     return tuple(pairs.items())
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class StreamOptions(WireModel):
+    hints: ClassVar = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(WireModel):
     """What completions and chat have in common. A field that is None was absent or null."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
+    hints: ClassVar = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
 
     model: str | None = None
     stream: bool | None = None
@@ -115,6 +117,12 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None  # a schema, or its text
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, at_most(MAX_CHOICES)] = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -221,7 +229,9 @@ def _friendly(details: ErrorDetails) -> InvalidRequest:
     param = path_of(details["loc"])
     kind = details["type"]
     if kind == "missing":
-        return InvalidRequest(f"You must provide the parameter {param}.", param=param, code="missing_parameter")
+        return InvalidRequest(
+            f"You must provide the parameter {param}.", param=param, code="missing_required_parameter"
+        )
     if kind == "pagemill":
         return InvalidRequest(f"{param} {details['msg']}", param=param)
     wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {}))

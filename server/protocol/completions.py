@@ -6,13 +6,16 @@ would cost more than everything else a token needs on the event loop.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from engine.sampling_params import MAX_LOGPROBS
+from engine.outputs import SamplingDefaults
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from server.protocol.common import GenerationRequest, short, wrong
 from server.protocol.errors import InvalidRequest
+from server.protocol.structured import structured_output
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -55,6 +58,14 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
+
+    def sampling_params(
+        self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """As for all; a completion has no reasoning, so the form holds from its first token."""
+        params = super().sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
+        structured = structured_output(self)
+        return params if structured is None else replace(params, structured=structured)
 
     def check(self) -> None:
         """Raises InvalidRequest for combinations that are wrong or not offered."""

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SamplingDefaults, SequenceOutput, TokenLogprobs
-from engine.sampling_params import InvalidParameter, SamplingParams
+from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.stream import GenerationStream
 from engine.tokenizer import Tokenizer
 
@@ -97,6 +97,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.fail_after: int | None = None  # deliveries, then every sequence ends with an error
         self.admitted: list[Admitted] = []
+        self.compiled: list[StructuredOutput] = []
         self.finished: list[tuple[int, int]] = []
         self.closed: list[int] = []
         self.num_delivered_tokens = 0
@@ -131,6 +132,12 @@ class FakeEngine:
 
     def add_listener(self, callback: Callable[[Delivery], None]) -> None:
         self._listeners.append(callback)
+
+    async def compile(self, structured: StructuredOutput) -> None:
+        """Refuses what has "bad" in its source; no text is held to a form."""
+        self.compiled.append(structured)
+        if "bad" in structured.source:
+            raise InvalidParameter(structured.param, f"{structured.param} is bad.")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.config import StartError
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SequenceOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.stats import CacheStats, RequestStats, StepStats
 from engine.stream import GenerationStream, Key
 from engine.tokenizer import Tokenizer
@@ -121,6 +121,9 @@ class StubEngine:
         self._listeners.append(callback)
 
     # -- requests
+
+    async def compile(self, structured: StructuredOutput) -> None:
+        """Bytes come as they come: no form is held."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
