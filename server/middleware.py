@@ -2,7 +2,7 @@
 
 Pure ASGI: Starlette's BaseHTTPMiddleware would hide client disconnects. From the outside in:
 
-RequestContext   id (echoed in X-Request-Id), arrival time, one log line, counts; contains what escapes
+RequestContext   id (told in X-Request-Id), what was ignored, arrival time, one log line, counts; contains what escapes
 (CORS)           Starlette's own, only with --cors-origins
 Auth             deny by default: every path but the open ones, in whatever spelling, needs a key
 PhaseGate        503 while the model loads, while the server drains, and when the engine is dead
@@ -25,9 +25,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.outputs import Phase
+from server.ignored import HEADER, header_value
 from server.logs import REQUEST_LOGGER, clean
 from server.metrics import Metrics
 from server.protocol.errors import ApiError
+from server.protocol.message_errors import speaks_messages
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
@@ -64,7 +66,7 @@ class Incoming:
 async def answer(error: ApiError, scope: Scope, incoming: Incoming, send: Send) -> None:
     """Refuse a request whose body may still be on its way: closing at once would destroy the answer before a client
     that is busy sending reads it, so the rest is taken, but not for long (`server/connections.py` closes then)."""
-    response = error.response()
+    response = error.response(scope)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     with contextlib.suppress(TimeoutError):
@@ -87,12 +89,14 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         given = (header(scope, b"x-request-id") or b"").decode("latin-1")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        is_given = REQUEST_ID.fullmatch(given) is not None
+        request_id = given if is_given else uuid.uuid4().hex
         facts: dict[str, object] = {}
         arrival = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "arrival": arrival, "log": facts}
-        exchange = Exchange(send, request_id.encode())
+        ignored: dict[str, None] = {}
+        state |= {"request_id": request_id, "id_given": is_given, "arrival": arrival, "log": facts, "ignored": ignored}
+        exchange = Exchange(send, request_id.encode(), ignored, also_as_request_id=speaks_messages(scope))
         state["exchange"] = exchange
         self.metrics.http_started()
         try:
@@ -125,12 +129,21 @@ class RequestContext:
 
 
 class Exchange:
-    """Watches one answer go out: status, bytes, and whether it is an event stream."""
+    """Watches one answer go out: status, bytes, and whether it is an event stream. Its head gets the request's id and
+    the names of what was ignored. A route that gives its answer an id sets `request_id`, unless the client has.
 
-    __slots__ = ("_send", "bytes_sent", "complete", "failed", "request_id", "status", "streaming")
+    also_as_request_id: the id goes into the header request-id too, where Anthropic's clients look for it."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    __slots__ = (
+        "_id_headers", "_ignored", "_send", "bytes_sent", "complete", "failed", "request_id", "status", "streaming",
+    )  # fmt: skip
+
+    def __init__(
+        self, send: Send, request_id: bytes, ignored: Collection[str] = (), *, also_as_request_id: bool = False
+    ) -> None:
         self._send = send
+        self._ignored = ignored
+        self._id_headers = (b"x-request-id", b"request-id") if also_as_request_id else (b"x-request-id",)
         self.request_id = request_id
         self.status = 0  # 0: no answer yet
         self.streaming = False
@@ -148,12 +161,16 @@ class Exchange:
             self.status = message["status"]
             headers = [(key, value) for key, value in message.get("headers", ()) if key != b"x-request-id"]
             self.streaming = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
-            message = {**message, "headers": [*headers, (b"x-request-id", self.request_id)]}
+            headers += [(name, self.request_id) for name in self._id_headers]
+            if self._ignored:
+                headers.append((HEADER, header_value(self._ignored)))
+            message = {**message, "headers": headers}
         await self._send(message)
 
 
 class Auth:
-    """401 unless the path is literally one of `open_paths` or the bearer token is a key. No keys: everything passes.
+    """401 unless the path is literally one of `open_paths` or the request brings a key: as bearer token, or in
+    x-api-key, where Anthropic's clients put it. No keys: everything passes.
 
     The comparison takes the same time for every wrong token, whichever key it resembles."""
 
@@ -165,8 +182,11 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
             scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not self._known(token):
-                message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
+            given = [token] if scheme.lower() == b"bearer" else []
+            if (key := header(scope, b"x-api-key")) is not None:
+                given.append(key)
+            if not any([self._known(each) for each in given]):
+                message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
                 challenge = {"WWW-Authenticate": "Bearer"}
                 error = ApiError(401, message, code="invalid_api_key", headers=challenge)
                 await answer(error, scope, Incoming(scope, receive), send)

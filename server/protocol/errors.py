@@ -18,9 +18,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.outputs import NotServing, QueueFull, RequestFailed
 from engine.sampling_params import InvalidParameter
+from server.protocol import message_errors
 
 logger = logging.getLogger("pagemill.server")
 
@@ -64,8 +66,12 @@ class ApiError(Exception):
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": fields})
 
-    def response(self) -> Response:
-        return Response(self.envelope(), status_code=self.status, headers=self.headers, media_type="application/json")
+    def response(self, scope: Scope) -> Response:
+        """In the dialect of the request. scope: the request's."""
+        body = self.envelope()
+        if message_errors.speaks_messages(scope):
+            body = message_errors.envelope(self.status, self.message, scope.get("state", {}).get("request_id"))
+        return Response(body, status_code=self.status, headers=self.headers, media_type="application/json")
 
 
 class InvalidRequest(ApiError):
@@ -108,12 +114,12 @@ def install(app: FastAPI) -> None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope)
 
 
 async def _handle_logged(request: Request, error: Exception) -> Response:
     logger.error("A request failed inside the engine: %s", error)
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.scope)
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:

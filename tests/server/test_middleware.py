@@ -109,7 +109,7 @@ async def test_probes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> N
 
 async def test_probes_while_the_model_loads_are_no_errors() -> None:
     async def not_ready(scope: Scope, receive: Receive, send: Send) -> None:
-        await ApiError(503, "not yet").response()(scope, receive, send)
+        await ApiError(503, "not yet").response(scope)(scope, receive, send)
 
     metrics = Metrics()
     async with client_of(RequestContext(not_ready, metrics)) as client:
