@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.outputs import TokenLogprobs
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 
@@ -46,12 +46,14 @@ class ScheduledRow:
     """num_scheduled may be 0: a forked sibling that samples from another row's logits.
 
     logits_from: index into ScheduledBatch.rows whose last token's logits this row samples from; None: this row
-    samples nothing in this step (a prompt chunk that is not the last)."""
+    samples nothing in this step (a prompt chunk that is not the last).
+    scored: positions among those computed whose logits tell the logprob of the prompt token that follows."""
 
     row: int
     num_computed: int
     num_scheduled: int
     logits_from: int | None
+    scored: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class RowOutput:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None  # this row failed (non-finite logits); others are fine
+    prompt_logprobs: PromptLogprobs | None = None  # one entry per scored position
+    embedding: bytes | None = None  # float32, of a pooled prompt whose last token was computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class ForwardBatch:
     """The tensors of one forward, flat over all scheduled tokens.
 
     sampled: indices into ScheduledBatch.rows that sample, in the order of logits_source;
-    logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one)."""
+    logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one);
+    scored: (index into ScheduledBatch.rows, flat place of its first scored token), rows with none left out."""
 
     input_ids: Tensor  # [num_tokens], int64
     positions: Tensor  # [num_tokens], int64
@@ -56,6 +57,7 @@ class ForwardBatch:
     logits_indices: Tensor  # [num_logits], int64: flat token positions whose logits are needed
     sampled: tuple[int, ...]
     logits_source: Int64Array  # [len(sampled)]
+    scored: tuple[tuple[int, int], ...]
 
     @staticmethod
     def build(batch: ScheduledBatch, table: RowTable) -> ForwardBatch:
@@ -83,6 +85,7 @@ class ForwardBatch:
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
         )
+        first = dict(zip(computed, (ends - counts - starts).tolist(), strict=True))  # flat place of position 0
         sampled, sources, flat = _logits_rows(batch, dict(zip(computed, (ends - 1).tolist(), strict=True)))
         return ForwardBatch(
             input_ids=torch.from_numpy(table.token_ids[row_of, positions].astype(np.int64)),
@@ -91,6 +94,7 @@ class ForwardBatch:
             logits_indices=torch.tensor(flat, dtype=torch.int64),
             sampled=sampled,
             logits_source=np.array(sources, dtype=np.int64),
+            scored=tuple((i, first[i] + batch.rows[i].scored.start) for i in computed if batch.rows[i].scored),
         )
 
 

@@ -8,6 +8,7 @@ EngineError
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -46,11 +47,30 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Alternatives at one position, best first. Natural logarithms of the model's own distribution, before
-    penalties, bias and temperature."""
+    """Alternatives at one position, best first, then the ids that were asked for by name and are not among those.
+    Natural logarithms; of which distribution, SamplingParams.logprobs_mode says."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Consecutive prompt tokens, each as the tokens before it foretell it. The prompt's first token has no entry.
+
+    Flat arrays: a prompt of 2,000 tokens with 20 alternatives has 40,000 of them."""
+
+    num_top: int  # alternatives per token
+    logprobs: array[float]  # [num_tokens], float32: natural logarithms of the model's own distribution
+    ranks: array[int]  # [num_tokens], int32: 1 for the most likely token
+    top_ids: array[int]  # [num_tokens * num_top], int32: best first
+    top_logprobs: array[float]  # [num_tokens * num_top], float32
+
+    def top(self, index: int, count: int) -> TokenLogprobs:
+        """The first `count` alternatives of entry `index`."""
+        start = index * self.num_top
+        end = start + min(count, self.num_top)
+        return TokenLogprobs(tuple(self.top_ids[start:end]), tuple(self.top_logprobs[start:end]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +83,9 @@ class SequenceOutput:
     finish_reason: set exactly once, on the last output of the sequence.
     stop_token_id: the end-of-sequence or stop token that ended it; it is the last of token_ids and not text.
     num_cached_tokens: prompt tokens found in the prefix cache (of the request's first sequence).
+    prompt_logprobs: where the request asked for them, those of further prompt tokens, in order; only one sequence of
+        a request brings them, and all before or with the first token of any.
+    embedding: the pooled vector where the request asked for one: [hidden_size], float32, little endian.
     """
 
     prompt_index: int
@@ -74,6 +97,8 @@ class SequenceOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,20 @@ No queues, no threads, no decisions: what to compute is in the `ScheduledBatch`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from engine.batch import NewRow, RowOutput, ScheduledBatch, ScheduledRow, StepOutput
 from engine.forward_batch import ForwardBatch, RowTable
 from engine.kv.cache import KVCache
 from engine.models.backbone import Backbone
+from engine.pooling import Pooler
 from engine.sampling.logits import RowContext
-from engine.sampling.sampler import Sampler
+from engine.sampling.logprobs import score_prompt
+from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.sampling_params import SamplingParams
 
 
@@ -38,6 +42,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.table = RowTable(max_num_seqs, max_model_len, kv_cache.block_size)
         self.sampler = Sampler(max_num_seqs, vocab_size)
+        self.pooler = Pooler()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
@@ -45,21 +50,42 @@ class ModelRunner:
         self.table.apply(batch)
         for new in batch.new_rows:
             self.sampler.rows.set(new.row, new.params, new.seed_key, new.eos_token_ids)
+            self.pooler.begin(new)
         self.kv_cache.copy_blocks(batch.block_copies)
         forward = ForwardBatch.build(batch, self.table)
-        logits = self.backbone.forward(
-            forward.input_ids, forward.positions, forward.metadata, forward.logits_indices
-        )  # [num_logits, vocab], float32
+        logits, scores = self._compute(batch, forward)
         outputs = [RowOutput()] * len(batch.rows)
+        for index, told in scores.items():
+            outputs[index] = told
         if forward.sampled:
             scheduled = [batch.rows[i] for i in forward.sampled]
             contexts = [self._context(row) for row in scheduled]
             sampled = self.sampler.sample(logits, forward.logits_source, [r.row for r in scheduled], contexts)
             for index, row, output in zip(forward.sampled, scheduled, sampled, strict=True):
-                outputs[index] = output
+                outputs[index] = output if index not in scores else _both(scores[index], output)
                 end = row.num_computed + row.num_scheduled
                 self.table.token_ids[row.row, end : end + len(output.token_ids)] = output.token_ids
         return StepHandle(StepOutput(batch.step_id, tuple(outputs)))
+
+    def _compute(self, batch: ScheduledBatch, forward: ForwardBatch) -> tuple[Tensor, dict[int, RowOutput]]:
+        """Logits [num_logits, vocab] float32 to sample from, and by index into batch.rows what was told of prompts."""
+        inputs = forward.input_ids, forward.positions, forward.metadata
+        if not forward.scored and not self.pooler.is_asked(batch):
+            return self.backbone.forward(*inputs, forward.logits_indices), {}
+        hidden_states = self.backbone.hidden_states(*inputs)  # logits of a whole prompt would be too large
+        scores = self.pooler.pool(batch, hidden_states)
+        for index, flat in forward.scored:
+            row = batch.rows[index]
+            following = self.table.token_ids[row.row, row.scored.start + 1 : row.scored.stop + 1]
+            told = score_prompt(
+                self.backbone.logits,
+                hidden_states[flat : flat + len(row.scored)],
+                torch.from_numpy(following.astype(np.int64)),
+                self.sampler.rows.of(row.row).prompt_logprobs or 0,
+                self.sampler.vocab_size,
+            )
+            scores[index] = RowOutput(prompt_logprobs=told, error=NON_FINITE if told is None else None)
+        return self.backbone.logits(hidden_states[forward.logits_indices]), scores
 
     def _context(self, row: ScheduledRow) -> RowContext:
         rows = self.sampler.rows
@@ -90,3 +116,7 @@ class ModelRunner:
             row = ScheduledRow(row=0, num_computed=0, num_scheduled=num_tokens, logits_from=0)
             self.launch(ScheduledBatch(step_id=-1, new_rows=(new,), rows=(row,))).result()
         self.table.apply(ScheduledBatch(step_id=-1, freed_rows=(0,)))
+
+
+def _both(score: RowOutput, sampled: RowOutput) -> RowOutput:
+    return score if score.error else replace(sampled, prompt_logprobs=score.prompt_logprobs)

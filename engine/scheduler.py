@@ -76,11 +76,12 @@ class Scheduler:
         """Queue a request. Raises ValueError if it can never be served; the door should have refused it."""
         primary, *siblings = request.sequences
         room = self._max_model_len - primary.num_prompt_tokens
-        if not primary.token_ids or room < 1:
+        wanted = request.params.max_tokens
+        if not primary.token_ids or room < (0 if wanted == 0 else 1):
             raise ValueError(f"a prompt of {primary.num_prompt_tokens} tokens cannot be served")
         live = self._live.setdefault(request.stream_id, {})
         for sequence in request.sequences:
-            sequence.max_output_tokens = min(room, request.params.max_tokens or room)
+            sequence.max_output_tokens = room if wanted is None else min(room, wanted)
             live[request.prompt_index, sequence.choice_index] = sequence
         primary.siblings = siblings
         self._num_unforked += len(siblings)
@@ -279,9 +280,22 @@ class Scheduler:
             self._end(sequence, "error", collected, row.error)
         else:
             self.manager.commit(sequence)
-            if entry.samples:
-                self._append(sequence, row, collected)
+            self._take_computed(sequence, entry, row, collected)
         self._rows.retire(sequence)
+
+    def _take_computed(self, sequence: Sequence, entry: Entry, row: RowOutput, collected: Collected) -> None:
+        if row.prompt_logprobs is not None:
+            sequence.num_scored_tokens = min(entry.end, sequence.num_prompt_tokens - 1)
+        if entry.samples:
+            self._append(sequence, row, collected)
+            return
+        if row.prompt_logprobs is not None:
+            collected.tell(sequence, prompt_logprobs=row.prompt_logprobs)
+        if sequence.max_output_tokens == 0 and entry.end == sequence.num_prompt_tokens:
+            if row.embedding is not None:
+                collected.tell(sequence, embedding=row.embedding)
+            for each in (*sequence.siblings, sequence):  # no output was asked for: the prompt was all
+                self._end(each, "length", collected)
 
     def _append(self, sequence: Sequence, row: RowOutput, collected: Collected) -> None:
         if len(row.token_ids) != 1:
@@ -297,6 +311,7 @@ class Scheduler:
             top_logprobs=row.top_logprobs,
             finish_reason=reason,
             stop_token_id=token_id if reason == "stop" else None,
+            prompt_logprobs=row.prompt_logprobs,
         )
         if reason is not None:
             self._close(sequence, reason, collected)
@@ -336,6 +351,7 @@ class Scheduler:
             self._num_unforked -= 1
         if sequence.siblings:
             heir, *rest = sequence.siblings
+            heir.num_scored_tokens = sequence.num_scored_tokens
             sequence.siblings, heir.siblings = [], rest
             self._num_unforked -= 1
             self.waiting.insert(place, heir)

@@ -74,6 +74,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scheduled_tokens",
+        "num_scored_tokens",
         "num_steps_in_flight",
         "releasing",
         "request",
@@ -92,7 +93,7 @@ class Sequence:
         self.choice_index = choice_index
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
-        self.max_output_tokens = 0  # set by Scheduler.add, which knows max_model_len
+        self.max_output_tokens = 1  # set by Scheduler.add, which knows max_model_len
         self.seed_key = key
         self.status = SequenceStatus.WAITING
         self.siblings: list[Sequence] = []  # choices that will be forked from this one
@@ -110,6 +111,10 @@ class Sequence:
         self.num_committed_blocks = 0
         self.num_claimed_blocks = 0  # blocks [num_committed, num_claimed) are announced as being computed
         self.waits_for: bytes | None = None  # block name that a running sequence is computing
+
+        # positions below need no logits any more; one choice brings the logprobs of the prompt for all
+        is_scored = request.params.prompt_logprobs is not None and choice_index == 0
+        self.num_scored_tokens = 0 if is_scored else self.num_prompt_tokens - 1
 
         self.high_water = 0  # tokens ever scheduled: below it, computing is recomputing
         self.num_preemptions = 0
@@ -136,16 +141,32 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """Known tokens whose K/V may come from the prefix cache: all but the last, and none whose logits or hidden
+        states are wanted, since only computing it gives them."""
+        if self.request.params.pooling == "mean":
+            return 0
+        if self.num_scored_tokens < self.num_prompt_tokens - 1:
+            return self.num_scored_tokens
+        return len(self.token_ids) - 1
+
+    def scored_in(self, start: int, end: int) -> range:
+        """Positions in [start, end) whose logits are wanted for the logprob of the prompt token that follows."""
+        return range(max(start, self.num_scored_tokens), min(end, self.num_prompt_tokens - 1))
+
+    @property
     def wants_tokens(self) -> bool:
         """False when what is in flight may already be its last token."""
-        return len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens < self.max_output_tokens
+        num_output = len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens
+        return num_output < self.max_output_tokens or self.position < self.num_prompt_tokens
 
     def schedule(self, num_tokens: int) -> bool:
-        """`num_tokens` more are in flight. True if the step samples: nothing is left to compute after it."""
+        """`num_tokens` more are in flight. True if the step samples: nothing is left to compute after it, and an
+        output is wanted at all."""
         self.num_scheduled_tokens += num_tokens
         self.high_water = max(self.high_water, self.position)
         self.num_steps_in_flight += 1
-        samples = self.num_uncomputed_tokens == 0
+        samples = self.num_uncomputed_tokens == 0 and self.max_output_tokens > 0
         self.num_pending_tokens += samples
         return samples
 

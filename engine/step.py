@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.batch import NewRow, ScheduledRow
-from engine.outputs import FinishReason, SequenceOutput, TokenLogprobs
+from engine.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from engine.sequence import Sequence
 from engine.stats import RequestStats
 
@@ -39,6 +39,8 @@ class Collected:
         finish_reason: FinishReason | None = None,
         stop_token_id: int | None = None,
         error: str | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        embedding: bytes | None = None,
     ) -> None:
         """Add an output of the sequence."""
         request = sequence.request
@@ -52,6 +54,8 @@ class Collected:
             stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens or 0,
             error=error,
+            prompt_logprobs=() if prompt_logprobs is None else (prompt_logprobs,),
+            embedding=embedding,
         )
         self.outputs.setdefault(request.stream_id, []).append(output)
 
@@ -90,6 +94,7 @@ class StepPlan:
         nothing itself: the tokens are those of that other row, in the same step or before."""
         start, end = sequence.position, sequence.position + num_tokens
         computes = num_tokens if logits_from is None else 0
+        scored = sequence.scored_in(start, end) if computes else range(0)
         if computes:
             known = max(start, sequence.high_water)
             decode = max(0, end - max(known, sequence.num_prompt_tokens))
@@ -100,6 +105,6 @@ class StepPlan:
         samples = sequence.schedule(num_tokens)
         index = len(self.rows) if logits_from is None else logits_from
         assert sequence.row is not None
-        self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None))
+        self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None, scored))
         self.entries.append(Entry(sequence, end, samples))
         return samples

@@ -117,4 +117,6 @@ def _merge(outputs: list[SequenceOutput]) -> SequenceOutput:
         token_ids=tuple(t for output in outputs for t in output.token_ids),
         logprobs=tuple(p for output in outputs for p in output.logprobs),
         top_logprobs=top,
+        embedding=next((output.embedding for output in outputs if output.embedding is not None), None),
+        prompt_logprobs=tuple(chunk for output in outputs for chunk in output.prompt_logprobs),
     )

@@ -67,15 +67,15 @@ class KVCacheManager:
     # -- admission
 
     def match_prefix(self, sequence: Sequence) -> PrefixMatch:
-        """The longest cached start of the sequence's known tokens, short of the last one."""
+        """The longest cached start of the sequence's known tokens, as far as it may be reused."""
         groups = range(self.num_groups)
         if not self.enable_prefix_caching:
             return PrefixMatch(tuple(() for _ in groups))
-        size, tokens = self.block_size, sequence.token_ids
+        size, tokens, limit = self.block_size, sequence.token_ids, sequence.num_reusable_tokens
         parent = self._root_name(sequence)
         next_name: bytes | None = None
         columns: list[list[Block]] = []
-        for index in range((len(tokens) - 1) // size):
+        for index in range(limit // size):
             self._extend_names(sequence, index + 1)  # only as far as needed: most waiting prompts stop early
             next_name = sequence.block_names[index]
             content = tokens[index * size : (index + 1) * size]
@@ -86,7 +86,7 @@ class KVCacheManager:
             columns.append(hits)
             parent, next_name = next_name, None
         start = len(columns) * size
-        partial, num_partial = self._match_partial(parent, tokens[start : min(start + size, len(tokens) - 1)])
+        partial, num_partial = self._match_partial(parent, tokens[start : min(start + size, limit)])
         return PrefixMatch(
             blocks=tuple(tuple(column[group] for column in columns) for group in groups),
             partial=partial,

@@ -1,4 +1,4 @@
-"""Logits to token ids: processors, one native draw for all rows, logprobs of the raw distribution.
+"""Logits to token ids: processors, one native draw for all rows, logprobs.
 
 Order per row: processors on the logits, temperature, top-k, top-p, min-p, draw (docs/randomness.md). Rows never
 look at each other.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine import ops
 from engine.batch import RowOutput
-from engine.outputs import TokenLogprobs
 from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
+from engine.sampling.logprobs import alternatives, drawn_from
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger("pagemill.engine")
@@ -73,10 +73,13 @@ class Sampler:
         if len(rows) != len(logits):
             logits = logits[torch.from_numpy(source)]
         touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
-        raw = logits[touched]  # a copy: logprobs are those of the raw logits
+        raw = logits[touched]  # a copy: logprobs are those of the raw logits, unless asked otherwise
         failed = [i for i in touched if not _process(logits[i], contexts[i])]
         ids = self._draw(logits, rows, contexts)
+        processed = [(i, drawn_from(logits[i], c.params)) for i, c in enumerate(contexts) if _tells_drawn(c.params)]
         logits[touched] = raw
+        for i, row in processed:
+            logits[i] = row
         # a row that failed has id -1; its logprob is not read
         logprobs = ops.logprobs_of(logits, ids.clamp(min=0).unsqueeze(1))[:, 0].tolist()
         outputs = [
@@ -101,10 +104,12 @@ class Sampler:
         )
 
     @staticmethod
-    def _output(raw: Tensor, token_id: int, logprob: float, params: SamplingParams) -> RowOutput:
+    def _output(logits: Tensor, token_id: int, logprob: float, params: SamplingParams) -> RowOutput:
         if token_id < 0:
             return RowOutput(error=NON_FINITE)
-        top = None if params.logprobs is None else (top_logprobs(raw, params.logprobs),)
+        top = None
+        if params.logprobs is not None:
+            top = (alternatives(logits, params.logprobs, params.logprob_token_ids),)
         return RowOutput(token_ids=(token_id,), logprobs=(logprob,), top_logprobs=top)
 
 
@@ -119,14 +124,5 @@ def _process(logits: Tensor, context: RowContext) -> bool:
     return True
 
 
-def top_logprobs(raw: Tensor, count: int) -> TokenLogprobs:
-    """The `count` most likely ids of raw [vocab] float32 and their log-softmax; ties: the lower id first."""
-    if count == 0:
-        return TokenLogprobs((), ())
-    # topk leaves open which of equal values it takes
-    least = torch.topk(raw, min(count, raw.shape[0])).values[-1]
-    above = torch.nonzero(raw > least)[:, 0]
-    equal = torch.nonzero(raw == least)[: count - len(above), 0]
-    ids = torch.sort(torch.cat([above, equal])).values
-    ids = ids[torch.sort(raw[ids], descending=True, stable=True).indices]
-    return TokenLogprobs(tuple(ids.tolist()), tuple(ops.logprobs_of(raw.unsqueeze(0), ids.unsqueeze(0))[0].tolist()))
+def _tells_drawn(params: SamplingParams) -> bool:
+    return params.logprobs_mode == "processed" and params.logprobs is not None

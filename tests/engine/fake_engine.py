@@ -56,6 +56,7 @@ class FakeEngine:
         self.now = 0.0
         self.requests: dict[tuple[int, int], tuple[Request, int]] = {}  # (stream, prompt) -> request, seed
         self.texts: dict[Key, Text] = {}
+        self.scores: dict[tuple[int, int], list[tuple[float, int]]] = {}  # of prompt tokens: logprob and rank
         self.finished: list[RequestStats] = []
         self.batches: list[ScheduledBatch] = []
         self._in_flight: deque[tuple[ScheduledBatch, FakeHandle]] = deque()
@@ -135,6 +136,14 @@ class FakeEngine:
                 assert text.token_ids == tokens[: len(text.token_ids)]
             else:
                 assert (text.token_ids, text.finish_reason) == (tokens, reason)
+        for (stream, index), (request, _) in self.requests.items():
+            wanted = []
+            if request.params.prompt_logprobs is not None:
+                prompt = request.sequences[0].token_ids[: request.sequences[0].num_prompt_tokens]
+                wanted = [(-float(i), token) for i, token in enumerate(prompt[1:], start=1)]
+            got = self.scores.get((stream, index), [])
+            ends = {self.texts[stream, index, choice].finish_reason for choice in range(request.params.n)}
+            assert got == (wanted if ends <= {"stop", "length"} else wanted[: len(got)])
 
     def _take(self, changes: Changes) -> None:
         self.finished += changes.finished
@@ -144,4 +153,7 @@ class FakeEngine:
                 assert text.finish_reason is None, "nothing follows a finish_reason"
                 text.token_ids += output.token_ids
                 text.outputs.append(output)
+                for chunk in output.prompt_logprobs:
+                    told = zip(chunk.logprobs, chunk.ranks, strict=True)
+                    self.scores.setdefault((stream, output.prompt_index), []).extend(told)
                 text.finish_reason = output.finish_reason

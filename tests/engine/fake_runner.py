@@ -7,11 +7,13 @@ A wrong block, a missing copy, a late free or a wrong position therefore fails t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.batch import NewRow, RowOutput, ScheduledBatch, StepOutput
+from engine.outputs import PromptLogprobs
 from engine.sampling_params import SamplingParams
 
 VOCABULARY = 50
@@ -34,7 +36,9 @@ def solo(
     tokens = list(prompt)
     eos = () if params.ignore_eos else eos
     room = max_model_len - len(prompt)
-    limit = min(room, params.max_tokens or room)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    if limit == 0:
+        return [], "length"
     while True:
         num_output = len(tokens) - len(prompt)
         tokens.append(next_token(tokens, key, eos, num_output < params.min_tokens))
@@ -147,8 +151,9 @@ class FakeRunner:
     def _sample(self, batch: ScheduledBatch, index: int) -> RowOutput:
         scheduled = batch.rows[index]
         failed = RowOutput(error="non-finite logits") if self.fails(batch, index) else None
+        scores = self._score(batch, index)
         if scheduled.logits_from is None:
-            return failed or RowOutput()
+            return failed or RowOutput(prompt_logprobs=scores)
         row, origin = self.rows[scheduled.row], batch.rows[scheduled.logits_from]
         end = scheduled.num_computed + scheduled.num_scheduled
         assert end == origin.num_computed + origin.num_scheduled == len(row.token_ids), "sampled at the right place"
@@ -156,4 +161,17 @@ class FakeRunner:
         masked = end - row.new.num_prompt_tokens < row.new.params.min_tokens
         token = next_token(row.token_ids, row.new.seed_key, row.new.eos_token_ids, masked)
         row.token_ids.append(token)  # also after a failure: a step behind this one may already compute it
-        return failed or RowOutput((token,), (-1.0,))
+        return failed or RowOutput((token,), (-1.0,), prompt_logprobs=scores)
+
+    def _score(self, batch: ScheduledBatch, index: int) -> PromptLogprobs | None:
+        """The "logprob" of a prompt token is its position with a minus sign, its rank the token itself."""
+        scheduled = batch.rows[index]
+        if not scheduled.scored:
+            return None
+        row, scored = self.rows[scheduled.row], scheduled.scored
+        assert row.new.params.prompt_logprobs is not None
+        assert scheduled.num_computed <= scored.start
+        assert scored.stop <= scheduled.num_computed + scheduled.num_scheduled
+        assert scored.stop < row.new.num_prompt_tokens
+        tokens = [row.token_ids[position + 1] for position in scored]
+        return PromptLogprobs(0, array("f", [-p - 1.0 for p in scored]), array("i", tokens), array("i"), array("f"))

@@ -11,7 +11,7 @@ from typing import Any
 from engine.assembly import EngineParts, load_engine
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.outputs import Delivery
+from engine.outputs import Delivery, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.stats import RequestStats, StepStats
 
@@ -23,6 +23,10 @@ class Generated:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    top_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # from the second prompt token on
+    prompt_top: list[TokenLogprobs] = field(default_factory=list)
+    prompt_ranks: list[int] = field(default_factory=list)
 
 
 class Harness:
@@ -71,6 +75,11 @@ class Harness:
                     got.finish_reason = output.finish_reason
                     got.num_cached_tokens = max(got.num_cached_tokens, output.num_cached_tokens)
                     got.error = output.error
+                    got.top_logprobs += output.top_logprobs or ()
+                    for chunk in output.prompt_logprobs:
+                        got.prompt_logprobs += chunk.logprobs
+                        got.prompt_ranks += chunk.ranks
+                        got.prompt_top += [chunk.top(i, chunk.num_top) for i in range(len(chunk.logprobs))]
         finally:
             stream.close()
         return result

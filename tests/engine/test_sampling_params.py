@@ -14,7 +14,7 @@ from engine.sampling_params import InvalidParameter, SamplingParams
     ("param", "value"),
     [
         ("n", 0), ("n", 129), ("n", True), ("n", 1.5),
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2**31),
+        ("max_tokens", -1), ("max_tokens", 2**31),
         ("min_tokens", -1), ("min_tokens", 17),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
         ("top_p", -0.1), ("top_p", 1.5), ("top_p", math.nan),
@@ -22,7 +22,8 @@ from engine.sampling_params import InvalidParameter, SamplingParams
         ("min_p", 1.1),
         ("seed", 2**63), ("seed", -(2**63) - 1), ("seed", 1.0),
         ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0.0),
-        ("logprobs", -1), ("logprobs", 21),
+        ("logprobs", -1), ("logprobs", 1001), ("prompt_logprobs", -1), ("prompt_logprobs", 1001),
+        ("logprob_token_ids", (1,) * 129), ("logprob_token_ids", (1,)), ("logprobs_mode", "cooked"),
         ("stop", ("",)), ("stop", ("x",) * 65), ("stop", ("x" * 4097,)),
         ("stop_token_ids", (1,) * 257),
         ("logit_bias", ((1, 101.0),)), ("logit_bias", ((1, math.nan),)), ("logit_bias", ((1, 1.0),) * 1025),

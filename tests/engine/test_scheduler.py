@@ -170,6 +170,56 @@ def test_a_sequence_of_the_full_length_runs_in_a_pool_of_just_that_length() -> N
     assert all(s.num_output_tokens == 44 for s in engine.finished)
 
 
+# -- the prompt's logprobs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 33, 100])
+def test_a_prompt_is_scored_whole_whatever_the_cache_holds(length: int, depth: int) -> None:
+    engine = FakeEngine(depth=depth, budget=32)
+    engine.add(prompt(length), forever(4))
+    run_and_verify(engine)
+    warm = engine.add(prompt(length), forever(4, prompt_logprobs=0))
+    run_and_verify(engine)  # verify holds the scores to the prompt
+    assert engine.requests[warm, 0][0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("length", [1, 40, 256])
+def test_without_output_the_prompt_is_computed_and_nothing_is_sampled(length: int, n: int, depth: int) -> None:
+    engine = FakeEngine(depth=depth)
+    engine.add(prompt(length), SamplingParams(max_tokens=0, n=n, prompt_logprobs=0))
+    run_and_verify(engine)
+    assert all(row.logits_from is None for batch in engine.batches for row in batch.rows)
+    assert engine.runner.num_computed_tokens == length
+    assert [(s.finish_reason, s.num_output_tokens) for s in engine.finished] == [("length", 0)] * n
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_prompt_goes_on_where_its_scores_ended(depth: int) -> None:
+    engine = FakeEngine(depth=depth, budget=32, chunk=32)
+    engine.add(prompt(100), SamplingParams(max_tokens=2, prompt_logprobs=0, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+        engine.scheduler.preempt_all()
+    run_and_verify(engine)
+    scored = [position for batch in engine.batches for row in batch.rows for position in row.scored]
+    assert scored == list(range(99))
+
+
+def test_who_is_scored_waits_for_nobody_and_others_still_wait_for_it() -> None:
+    engine = FakeEngine(budget=512, chunk=512)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for stream in range(2):
+        engine.add(prompt(64), params, stream=stream)
+    engine.add(prompt(64), SamplingParams(max_tokens=1), stream=2)
+    engine.step()
+    assert chunks(engine.batches[0]) == [64, 64]
+    run_and_verify(engine)
+    assert engine.requests[2, 0][0].num_cached_tokens == 63
+
+
 # -- ends
 
 

@@ -20,13 +20,14 @@ def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> l
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    max_tokens = rng.choice([1, 2, 5, 20, 60, None])
+    max_tokens = rng.choice([0, 1, 2, 5, 20, 60, None])
     return SamplingParams(
         n=rng.choice([1, 1, 1, 2, 3, 6]),
         max_tokens=max_tokens,
-        min_tokens=rng.choice([0, 0, min(3, max_tokens or 3)]),
+        min_tokens=rng.choice([0, 0, 3 if max_tokens is None else min(3, max_tokens)]),
         ignore_eos=rng.random() < 0.6,
         stop_token_ids=rng.choice([(), (11,)]),
+        prompt_logprobs=rng.choice([None, None, 0]),
     )
 
 
