@@ -14,7 +14,7 @@ from server.engine_port import Engine
 from server.metrics import Metrics
 from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
-from server.routes import chat, completions, health, models, tokenize
+from server.routes import chat, completions, health, models, responses, tokenize
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
@@ -23,6 +23,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     models.router,
     completions.router,
     chat.router,
+    responses.router,
     tokenize.router,
 )
 
@@ -60,9 +61,9 @@ def _middleware(settings: Settings, engine: Engine, metrics: Metrics) -> list[Mi
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id"],
+                expose_headers=["X-Request-Id", "X-Pagemill-Ignored"],
             )
         )
     return [

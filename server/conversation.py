@@ -5,34 +5,73 @@ conversational routes: the others translate their bodies into a `ChatRequest` an
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.sampling_params import SamplingParams
 from server.chat_template import TemplateInput
 from server.front import Front
 from server.protocol.chat import ChatRequest
+from server.protocol.chat_tools import ToolPlan, plan
 from server.protocol.conversation_writer import NewParser
+from server.protocol.structured import structured_output
+from server.tool_prompt import with_tools
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """prompt: token ids. params.reasoning marks the thinking to expect, if any.
 
-    new_parser: one parser per choice; None where all text is content."""
+    new_parser: one parser per choice; None where all text is content. custom_tools: names of tools whose calls are
+    free text. ignored: what was left out of the request, for `Front.ignored`."""
 
     prompt: list[int]
     params: SamplingParams
     new_parser: NewParser | None = None
+    custom_tools: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
 
 
-async def prepare(front: Front, body: ChatRequest) -> Conversation:
-    """body: after `ChatRequest.check`.
+async def prepare(front: Front, body: ChatRequest, *, check_length: bool = True) -> Conversation:
+    """body: after `ChatRequest.check`. check_length: whether prompt and output must fit the context.
 
     Raises InvalidRequest and InvalidParameter, with `param` as chat spells it."""
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
     params.check_vocabulary(front.info.vocab_size)
+    tools = plan(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    structured = structured_output(body)
+    given = template_input(body, tools, tells_tools=front.reader.tells_tools)
+    room = (max_tokens or 1) if check_length else None
+    encoded = await asyncio.to_thread(front.encoder.conversation, given, room)
+    continued = body.messages[-1].text if body.continue_final_message else None
+    reading = front.reader.read(tools, structured, encoded.tail, continued)
+    params = replace(
+        params, reasoning=reading.reasoning, structured=reading.structured, shown_special_tokens=reading.shown
+    )
+    return Conversation(encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored)
+
+
+def template_input(body: ChatRequest, tools: ToolPlan, *, tells_tools: bool) -> TemplateInput:
+    """What the model's chat template is given. tells_tools: it knows no tools, so the messages tell of them."""
     messages = [message.for_template() for message in body.messages]
-    given = TemplateInput(messages)
-    encoded = await asyncio.to_thread(front.encoder.conversation, given, max_tokens or 1)
-    return Conversation(encoded.token_ids, params)
+    has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    told = tells_tools and (bool(tools.tools) or has_calls)
+    continued = bool(body.continue_final_message)
+    return TemplateInput(
+        with_tools(messages, tools.tools) if told else messages,
+        None if told else tools.tools or None,
+        _variables(body),
+        add_generation_prompt=not continued and body.add_generation_prompt is not False,
+        continue_final_message=continued,
+    )
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """Templates have several words for the same switch; those that one does not know, it does not look at."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        thinks = body.reasoning_effort != "none"
+        variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    given = body.chat_template_kwargs or {}
+    return variables | {name: value for name, value in given.items() if value is not None}

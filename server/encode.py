@@ -41,8 +41,9 @@ class PromptEncoder:
             encoded.append(token_ids)
         return encoded
 
-    def conversation(self, given: TemplateInput, num_output: int) -> Encoded:
-        """Token ids of a conversation through the model's chat template."""
+    def conversation(self, given: TemplateInput, num_output: int | None) -> Encoded:
+        """Token ids of a conversation through the model's chat template. num_output: tokens that must fit beside it;
+        None: its length is not checked."""
         template = self._tool_template if given.tools else self._chat_template
         try:
             encoded = template.encode(given, lambda count: self._check_characters(count, "messages"))
@@ -50,7 +51,8 @@ class PromptEncoder:
             raise InvalidRequest(str(error), param="messages", code="invalid_messages") from None
         if not encoded.token_ids:
             raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
-        self._check_length(len(encoded.token_ids), num_output, "messages", "messages")
+        if num_output is not None:
+            self._check_length(len(encoded.token_ids), num_output, "messages", "messages")
         return encoded
 
     def text(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeVar
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,11 +22,13 @@ from engine.tokenizer import StopStrings
 from server.assemble import Answer
 from server.encode import PromptEncoder
 from server.engine_port import Engine
+from server.ignored import IgnoredFields
 from server.metrics import Metrics
 from server.observe import Observer
 from server.protocol.answers import AnswerWriter
 from server.protocol.common import GenerationRequest, Wire, parse, short
 from server.protocol.errors import ApiError, to_api_error
+from server.reading import ModelReader
 from server.settings import Settings
 from server.sse import EventStream, collect
 
@@ -35,16 +38,20 @@ Result = TypeVar("Result")
 
 
 class Front:
-    """One per application, made when the first request comes (the model is loaded by then)."""
+    """One per application, made when the model is loaded."""
 
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics) -> None:
-        """Raises NotServing while the model loads."""
+        """Raises NotServing while the model loads, and StartError for a parser that is unknown."""
         self.engine = engine
         self.settings = settings
         self.metrics = metrics
         self.info = engine.model_info
         self.tokenizer = engine.tokenizer
         self.encoder = PromptEncoder(self.tokenizer, self.info)
+        self.reader = ModelReader(
+            self.tokenizer, tool_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+        )
+        self.ignored = IgnoredFields(strict=settings.strict_fields)
         self.created = int(time.time())  # of the served models, as /v1/models tells
 
     @cached_property
@@ -78,9 +85,10 @@ class Front:
         if params.structured is not None:
             await self.engine.compile(params.structured)
         stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
-        stream = self.engine.generate(
-            prompts, params, cache_salt=body.cache_salt or "", label=state.get("request_id", "")
-        )
+        if (exchange := state.get("exchange")) is not None and not state.get("id_given"):
+            exchange.request_id = writer.id.encode()
+        label = exchange.request_id.decode() if exchange is not None else writer.id
+        stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
         lengths = [len(prompt) for prompt in prompts]
         answer = Answer(stream, self.tokenizer, params, lengths, observer=observer, stops=stops, echo=echo)
         if not body.stream:
@@ -102,7 +110,12 @@ class Front:
 
 def front_of(request: Request) -> Front:
     """The application's Front. Raises NotServing while the model loads."""
-    state = request.app.state
+    return front_for(request.app)
+
+
+def front_for(app: Starlette) -> Front:
+    """Raises NotServing while the model loads, and, the first time, StartError for settings that do not fit it."""
+    state = app.state
     front: Front | None = getattr(state, "front", None)
     if front is None:
         front = state.front = Front(state.engine, state.settings, state.metrics)
@@ -110,7 +123,8 @@ def front_of(request: Request) -> Front:
 
 
 async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None] | None = None) -> Wire:
-    """The checked body of a request. Raises InvalidRequest."""
+    """The checked body of a request; what nobody reads of it is noted for the answer's header. Raises
+    InvalidRequest."""
     body = await request.body()
 
     def parsed() -> Wire:
@@ -119,4 +133,6 @@ async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None]
             check(wire)
         return wire
 
-    return await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
+    wire = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
+    front_of(request).ignored.check(request, wire)
+    return wire

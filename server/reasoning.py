@@ -20,7 +20,7 @@ class ReasoningCounter:
         self._start = marks.start.encode()
         self._end = marks.end.encode()
         self._decided = marks.opened  # that there is thinking
-        self._over = False
+        self._over = not marks.opened and not marks.start  # no start mark: only a prompt can open the thinking
         self._seen = b""  # the last bytes, or all until it is decided
         self._waiting = 0  # tokens that may turn out to be no thinking
         self.num_tokens = 0

@@ -113,11 +113,21 @@ class Settings(BaseSettings):
     read_timeout: Seconds = _setting(
         60.0, "Time a client has to send a request's head, then its body.", unit="seconds"
     )
-    sse_keep_alive: Seconds = _setting(15.0, "A silent stream sends a comment this often; 0 never.", unit="seconds")
+    sse_keep_alive: Seconds = _setting(10.0, "A silent stream sends a comment this often; 0 never.", unit="seconds")
     slow_client_timeout: Seconds = _setting(
         60.0, "A client that reads nothing for this time is cut off.", unit="seconds"
     )
     slow_client_buffer: Size = _setting(1 << 20, "A stream with more than this unread is cut off.", unit="bytes")
+    strict_fields: bool = _setting(False, "Refuse unknown request fields, instead of naming them in a header.")
+    tool_call_parser: str = _setting("auto", "Format of the model's tool calls; auto goes by its chat template.")
+    reasoning_parser: str = _setting("auto", "Format of the model's thinking; auto goes by its chat template.")
+    reasoning_field: Literal["reasoning_content", "reasoning", "both"] = _setting(
+        "reasoning_content", "Name of the field in which chat tells the model's thinking."
+    )
+    max_stored_responses: Annotated[int, Field(ge=0)] = _setting(
+        4096, "Responses of /v1/responses kept in memory for later requests; the least recently used go first."
+    )
+    max_stored_bytes: Size = _setting(128 << 20, "Memory for stored responses and their input.", unit="bytes")
     grace_period: Seconds = _setting(
         20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"
     )

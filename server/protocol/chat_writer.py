@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
@@ -16,11 +16,13 @@ from server.protocol.answers import NULL, Frame
 from server.protocol.conversation_writer import Choice, ConversationWriter, NewParser, joined
 from server.protocol.logprobs import chat_logprobs
 
+KINDS = (("function", "arguments"), ("custom", "input"))
 _ROLE = b'{"role":"assistant","content":""}'
 
 
 class ChatWriter(ConversationWriter):
-    """reasoning_fields: the names under which thinking is told."""
+    """reasoning_fields: the names under which thinking is told. custom_tools: names of tools whose calls are of type
+    "custom", with free text where functions have arguments."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class ChatWriter(ConversationWriter):
         new_parser: NewParser | None = None,
         reasoning: ReasoningMarks | None = None,
         reasoning_fields: Sequence[str] = ("reasoning_content",),
+        custom_tools: Collection[str] = (),
     ) -> None:
         self._frame = Frame(
             "chat.completion", id_prefix="chatcmpl-", model=model, fingerprint=fingerprint, include_usage=include_usage
@@ -40,10 +43,12 @@ class ChatWriter(ConversationWriter):
         super().__init__(self._frame.common["id"], tokenizer, new_parser=new_parser, reasoning=reasoning)
         self._logprobs = logprobs
         self._reasoning_fields = tuple(reasoning_fields)
+        self._custom_tools = custom_tools
+        self._custom_calls: set[tuple[int, int]] = set()  # (choice, call)
         self._begun: set[int] = set()  # choices whose role was sent
 
     def events(self, index: int, parts: Sequence[Part], piece: Piece) -> bytes:
-        deltas = [self._delta(part) for part in (joined(parts) if len(parts) > 1 else parts)]
+        deltas = [self._delta(index, part) for part in (joined(parts) if len(parts) > 1 else parts)]
         finish = orjson.dumps(self.finish_reason(index, piece))
         if not deltas and (piece.finish_reason is not None or piece.entries):
             deltas = [b"{}"]
@@ -55,19 +60,24 @@ class ChatWriter(ConversationWriter):
             chunks.append(self._chunk(index, delta, NULL if k else logprobs, finish if is_last else NULL))
         return b"".join(chunks)
 
-    def _delta(self, part: Part) -> bytes:
+    def _delta(self, choice: int, part: Part) -> bytes:
         match part:
             case Content(text):
                 return b'{"content":%b}' % orjson.dumps(text)
             case Reasoning(text):
                 return orjson.dumps(dict.fromkeys(self._reasoning_fields, text))
             case CallBegin(index, id, name):
-                function = {"name": name, "arguments": ""}
-                return orjson.dumps({
-                    "tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]
-                })  # fmt: skip
+                if name in self._custom_tools:
+                    self._custom_calls.add((choice, index))
+                return orjson.dumps({"tool_calls": [{"index": index} | self._call(id, name)]})
             case CallArguments(index, text):
-                return orjson.dumps({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+                kind, key = KINDS[(choice, index) in self._custom_calls]
+                return orjson.dumps({"tool_calls": [{"index": index, kind: {key: text}}]})
+
+    def _call(self, id: str, name: str) -> dict[str, Any]:
+        """A call that has just begun."""
+        kind, key = KINDS[name in self._custom_tools]
+        return {"id": id, "type": kind, kind: {"name": name, key: ""}}
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
         return b"".join((
@@ -92,7 +102,7 @@ class ChatWriter(ConversationWriter):
     def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))
         thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls = tool_calls(parts)
+        calls = self._calls(parts)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if thinking:
             message |= dict.fromkeys(self._reasoning_fields, thinking)
@@ -100,15 +110,13 @@ class ChatWriter(ConversationWriter):
             message["tool_calls"] = calls
         return message
 
-
-def tool_calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """The calls of a plain answer as chat spells them."""
-    calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        if isinstance(part, CallBegin):
-            calls[part.index] = {
-                "id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""},
-            }  # fmt: skip
-        elif isinstance(part, CallArguments):
-            calls[part.index]["function"]["arguments"] += part.text
-    return list(calls.values())
+    def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if isinstance(part, CallBegin):
+                calls[part.index] = self._call(part.id, part.name)
+            elif isinstance(part, CallArguments):
+                call = calls[part.index]
+                kind, key = KINDS[call["type"] == "custom"]
+                call[kind][key] += part.text
+        return list(calls.values())

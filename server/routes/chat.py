@@ -9,6 +9,12 @@ from server.front import front_of, read
 from server.protocol.chat import ChatRequest
 from server.protocol.chat_writer import ChatWriter
 
+REASONING_FIELDS = {
+    "reasoning_content": ("reasoning_content",),
+    "reasoning": ("reasoning",),
+    "both": ("reasoning_content", "reasoning"),
+}
+
 router = APIRouter()
 
 
@@ -19,6 +25,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read(request, ChatRequest, ChatRequest.check)
     model = front.check_model(body.model)
     conversation = await prepare(front, body)
+    front.ignored.note(request, conversation.ignored)
     writer = ChatWriter(
         front.tokenizer,
         model=model,
@@ -27,5 +34,7 @@ async def create_chat_completion(request: Request) -> Response:
         include_usage=body.include_usage,
         new_parser=conversation.new_parser,
         reasoning=conversation.params.reasoning,
+        reasoning_fields=REASONING_FIELDS[front.settings.reasoning_field],
+        custom_tools=conversation.custom_tools,
     )
     return await front.generate(request, body, [conversation.prompt], conversation.params, writer)

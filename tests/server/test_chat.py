@@ -87,6 +87,8 @@ async def test_text_parts_are_the_string() -> None:
     assert TOKENIZER.decode(two[0]).count("Name a colour.") == 2
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SEARCH = {"type": "web_search", "search_context_size": "low"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
 
 
@@ -162,13 +164,27 @@ async def test_refused_messages(messages: Any, param: str) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
-        ({"tools": [CALL]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [5]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"hello": 5}}, "logit_bias"),
@@ -188,7 +204,11 @@ async def test_refused_fields(fields: dict[str, Any], param: str) -> None:
         {"user": "u-1", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
         {"prompt_cache_key": "k", "modalities": ["text"], "response_format": {"type": "text"}, "verbosity": "low"},
         {"parallel_tool_calls": False, "reasoning_effort": "low", "tools": [], "tool_choice": "none"},
-        {"tools": [CALL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False},
+        {"tools": [SEARCH, TOOL]},
+        {"response_format": {"type": "json_object"}},
+        {"chat_template_kwargs": {"enable_thinking": False, "odd": None}, "reasoning_effort": "none"},
         {"no_such_field": 1, "metadata": {"deep": [[[[[[1]]]]]]}},
         dict.fromkeys(["n", "stop", "logprobs", "top_logprobs", "seed", "stream", "stream_options", "logit_bias",
                        "temperature", "top_p", "max_tokens", "tools", "tool_choice", "response_format",

@@ -1,0 +1,112 @@
+"""The messages of a conversation on the wire.
+
+Content is text: a string, null or a list of text parts. Anything that would have to be fetched or decoded is refused
+by name, before anybody looks at its address.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import BeforeValidator
+
+from server.protocol.common import at_most, short, wrong
+from server.protocol.custom_input import CUSTOM_FIELD
+from server.protocol.fields import WireModel
+
+MAX_CALLS = 1024  # in one message
+TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joins them
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Objects = Annotated[list[dict[str, Any]], at_most(MAX_CALLS)]
+
+
+class TextPart(WireModel):
+    hints: ClassVar = frozenset({"cache_control", "annotations"})
+
+    type: str
+    text: str
+
+
+def _content(value: object) -> object:
+    """A string, null or text parts -> a string, None or a tuple of TextPart."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise wrong(f"must be a string or an array of text parts, got {short(value)}.")
+    return tuple(_part(part) for part in value)
+
+
+def _part(part: object) -> TextPart:
+    if isinstance(part, TextPart):
+        return part
+    if not isinstance(part, dict):
+        raise wrong(f"must have only objects as parts, got {short(part)}.")
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise wrong(f"has a part of type {short(kind)}: only text parts are supported by this model.")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise wrong("has a text part without a text string.")
+    rest = {key: value for key, value in part.items() if key not in ("type", kind)}
+    return TextPart(type="text", text=text, **rest)
+
+
+class Message(WireModel):
+    """One message."""
+
+    hints: ClassVar = frozenset({"refusal", "annotations", "audio", "function_call", "cache_control", "id", "type"})
+
+    role: Role
+    content: Annotated[str | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_calls: Objects | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, tuple):
+            return TEXT_PART_SEPARATOR.join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it says anything: only an assistant may call or think instead."""
+        instead = self.role == "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning)
+        return self.content is not None or bool(instead)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content is always a string, a call's arguments an object where
+        they are one, and thinking under both names that templates look for."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.text}
+        for key in ("name", "tool_call_id"):
+            value = getattr(self, key)
+            if value is not None:
+                fields[key] = value
+        thinking = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if thinking is not None and self.role == "assistant":
+            fields |= {"reasoning_content": thinking, "reasoning": thinking}
+        if self.tool_calls:
+            fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return fields
+
+
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
+    custom = call.get("custom")
+    if call.get("type") == "custom" and isinstance(custom, dict):
+        wire = {"name": custom.get("name"), "arguments": {CUSTOM_FIELD: custom.get("input")}}
+        return {"id": call.get("id"), "type": "function", "function": wire}
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        return call  # a model wrote it; the next turn must not fail for that
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,178 @@
+"""Tools of a chat request: which of them the model is told of, and which of them it must call.
+
+A custom tool (free text) becomes a function with one string for the template and the model; `chat_writer.py` turns
+its calls back. Tools that only OpenAI's own servers can run are dropped, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+
+from server.protocol.common import short, wrong
+from server.protocol.custom_input import CUSTOM_FIELD
+from server.protocol.errors import InvalidRequest
+from server.protocol.fields import WireModel
+
+MAX_NAME_CHARS = 256
+
+ToolChoice = str | dict[str, Any] | None
+
+
+def _name(value: object) -> object:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
+        raise wrong(f"must be a name of 1 to {MAX_NAME_CHARS} printable characters, got {short(value)}.")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(_name)]
+
+
+class Function(WireModel):
+    hints: ClassVar = frozenset({"cache_control", "type"})
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Custom(WireModel):
+    name: Name
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class Tool(WireModel):
+    """type: "function", "custom", or one that we cannot run; then nothing else is looked at."""
+
+    hints: ClassVar = frozenset({"cache_control", "id"})
+
+    type: str = "function"
+    function: Function | None = None
+    custom: Custom | None = None
+
+    @property
+    def name(self) -> str | None:
+        """None for a tool that we cannot run."""
+        named = {"function": self.function, "custom": self.custom}.get(self.type)
+        return named.name if named is not None else None
+
+    def for_template(self) -> dict[str, Any]:
+        """As OpenAI spells a function tool; for a tool with a name."""
+        if self.type == "custom":
+            assert self.custom is not None
+            return _custom_function(self.custom)
+        assert self.function is not None
+        given = self.function
+        function: dict[str, Any] = {"name": given.name}
+        if given.description is not None:
+            function["description"] = given.description
+        function["parameters"] = given.parameters or {"type": "object", "properties": {}}
+        if given.strict is not None:
+            function["strict"] = given.strict
+        return {"type": "function", "function": function}
+
+
+def _custom_function(custom: Custom) -> dict[str, Any]:
+    words = [custom.description] if custom.description else []
+    grammar = (custom.format or {}).get("grammar")
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        words.append(f"The input must match this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}")
+    schema = {
+        "type": "object",
+        "properties": {CUSTOM_FIELD: {"type": "string"}},
+        "required": [CUSTOM_FIELD],
+        "additionalProperties": False,
+    }
+    function: dict[str, Any] = {"name": custom.name, "parameters": schema}
+    if words:
+        function["description"] = "\n\n".join(words)
+    return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """tools: what the template and the parser are given, as functions. forced: names of which one must be called;
+    empty: the model decides. custom: names whose calls are free text. ignored: what was dropped, for the header."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
+    custom: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
+
+
+def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | None) -> ToolPlan:
+    """Raises InvalidRequest for a malformed tool or choice, and for a choice that no tool here can serve."""
+    known: dict[str, Tool] = {}
+    dropped: list[str] = []
+    for index, tool in enumerate(tools or ()):
+        if tool.type not in ("function", "custom"):
+            dropped.append(tool.type)
+            continue
+        if tool.name is None:
+            path = f"tools[{index}].{tool.type}"
+            raise InvalidRequest(f"You must provide the parameter {path}.", path, "missing_required_parameter")
+        known[tool.name] = tool
+    names, forced = _chosen(choice, known, dropped)
+    return ToolPlan(
+        tools=[known[name].for_template() for name in names],
+        forced=tuple(forced),
+        parallel=parallel is not False,
+        custom=frozenset(name for name in names if known[name].type == "custom"),
+        ignored=tuple(dict.fromkeys(f"tools.{kind}" for kind in dropped)),
+    )
+
+
+def _chosen(choice: ToolChoice, known: dict[str, Tool], dropped: list[str]) -> tuple[list[str], list[str]]:
+    """(names of the tools to tell of, names of which one must be called)."""
+    if choice is None or choice == "auto":
+        return list(known), []
+    if choice == "none":
+        return [], []
+    if choice == "required":
+        if not known:
+            told = f", but this server cannot run {short(dropped[0])}" if dropped else " needs tools"
+            raise InvalidRequest(f'tool_choice "required"{told}.', param="tool_choice")
+        return list(known), list(known)
+    if isinstance(choice, str):
+        told = f"tool_choice must be none, auto, required or an object, got {short(choice)}."
+        raise InvalidRequest(told, param="tool_choice", code="invalid_value")
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice, known, dropped)
+    return list(known), [_named(choice, known, dropped)]
+
+
+def _allowed(choice: dict[str, Any], known: dict[str, Tool], dropped: list[str]) -> tuple[list[str], list[str]]:
+    allowed = choice.get("allowed_tools")
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(allowed, dict) or not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+        told = "tool_choice.allowed_tools must be an object with an array of tools."
+        raise InvalidRequest(told, param="tool_choice.allowed_tools")
+    mode = allowed.get("mode")
+    if mode not in ("auto", "required"):
+        told = f"tool_choice.allowed_tools.mode must be auto or required, got {short(mode)}."
+        raise InvalidRequest(told, param="tool_choice.allowed_tools.mode")
+    names = list(dict.fromkeys(_named(tool, known, dropped) for tool in tools))
+    return names, names if mode == "required" else []
+
+
+def _named(choice: dict[str, Any], known: dict[str, Tool], dropped: list[str]) -> str:
+    kind = choice.get("type", "function")
+    if kind not in ("function", "custom"):
+        told = f"tool_choice names a tool of type {short(kind)}, which this server cannot run."
+        raise InvalidRequest(told, param="tool_choice", code="unsupported_tool")
+    inner = choice.get(kind)
+    name = inner.get("name") if isinstance(inner, dict) else choice.get("name")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"tool_choice.{kind}.name must be a string.", param=f"tool_choice.{kind}.name")
+    if name not in known:
+        told = (
+            f"tool_choice names {short(name)}, which is not one of the tools." if known else "tool_choice needs tools."
+        )
+        raise InvalidRequest(told, param="tool_choice")
+    return name
