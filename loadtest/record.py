@@ -7,6 +7,7 @@ so that the client's own work does not eat the cores it measures. Times are seco
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -134,8 +135,9 @@ def _event(record: RequestRecord, moment: float, payload: bytes) -> None:
     if "error" in event:
         record.error = record.error or "error event"
         return
-    _usage(record, event.get("usage"))
-    for choice in event.get("choices", ()):
+    choices = event.get("choices", ())
+    _usage(record, event.get("usage"), choices)
+    for choice in choices:
         index = choice.get("index", 0)
         text, is_token = _piece(choice)
         if is_token:
@@ -156,7 +158,7 @@ def _piece(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _plain(record: RequestRecord, answer: dict[str, Any]) -> None:
-    _usage(record, answer.get("usage"))
+    _usage(record, answer.get("usage"), ())
     for choice in answer["choices"]:
         index = choice.get("index", 0)
         message = choice.get("message")
@@ -164,10 +166,17 @@ def _plain(record: RequestRecord, answer: dict[str, Any]) -> None:
         record.finish_reasons[index] = choice.get("finish_reason") or ""
 
 
-def _usage(record: RequestRecord, usage: dict[str, Any] | None) -> None:
+def _usage(record: RequestRecord, usage: dict[str, Any] | None, choices: Sequence[dict[str, Any]]) -> None:
+    """Counts of the whole answer, as OpenAI has them; or, as llama.cpp has them, of each choice in the event that ends
+    it, which then are added up (they cannot exceed one choice's max_tokens, while counts of the whole soon do)."""
     if not usage:
         return
     record.has_usage = True
     record.prompt_tokens = usage.get("prompt_tokens", 0)
-    record.output_tokens = usage.get("completion_tokens", 0)
+    tokens = usage.get("completion_tokens", 0)
+    ended = [choice for choice in choices if choice.get("finish_reason")]
+    if record.n > 1 and ended and tokens <= record.planned_tokens:
+        record.output_tokens += tokens
+    else:
+        record.output_tokens = tokens
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

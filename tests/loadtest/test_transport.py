@@ -132,6 +132,25 @@ async def test_nobody_listens_and_nobody_answers() -> None:
     assert record.error == "timeout"
 
 
+@pytest.mark.parametrize("style", ["whole", "each", "whole at the last end"])
+def test_usage_of_several_choices(style: str) -> None:
+    """Whether a server counts the answer or each choice, the sum is the same."""
+    record = RequestRecord(0, planned_tokens=4, n=2, status=200)
+    for index in (0, 1):
+        record.events += [
+            (float(k), json.dumps({"choices": [{"index": index, "text": "a"}]}).encode()) for k in range(3)
+        ]
+        end = {"choices": [{"index": index, "text": "a", "finish_reason": "length"}]}
+        if style == "each" or (style == "whole at the last end" and index == 1):
+            end["usage"] = {"prompt_tokens": 5, "completion_tokens": 4 if style == "each" else 8}
+        record.events.append((9.0, json.dumps(end).encode()))
+    if style == "whole":
+        whole = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 8}}
+        record.events.append((9.0, json.dumps(whole).encode()))
+    decode(record)
+    assert (record.error, record.prompt_tokens, record.output_tokens) == ("", 5, 8)
+
+
 def test_bodies() -> None:
     request = PlannedRequest(0, (5, 6), 7, n=2, temperature=0.5, seed=9)
     body = json.loads(Target("m", extra={"min_tokens": 7}, omit=frozenset({"ignore_eos"})).body(request))
