@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,9 +27,10 @@ from server.metrics import Metrics
 from server.observe import Observer
 from server.protocol.answers import AnswerWriter
 from server.protocol.common import GenerationRequest, Wire, parse, short
-from server.protocol.errors import ApiError, to_api_error
+from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.reading import ModelReader
 from server.settings import Settings
+from server.shown_prompt import ShownPrompt
 from server.sse import EventStream, collect
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
@@ -67,6 +68,12 @@ class Front:
             raise ApiError(404, f"The model {short(name)} does not exist.", param="model", code="model_not_found")
         return name
 
+    def check_logprobs(self, count: int | None, param: str) -> None:
+        """Raises InvalidRequest for more alternatives per token than the operator allows, or fewer than none."""
+        limit = self.settings.max_logprobs
+        if count is not None and not 0 <= count <= limit:
+            raise InvalidRequest(f"{param} must be between 0 and {limit}, got {count}.", param=param)
+
     async def generate(
         self,
         request: Request,
@@ -75,9 +82,10 @@ class Front:
         params: SamplingParams,
         writer: AnswerWriter,
         *,
-        echo: Sequence[str] = (),
+        shown: Sequence[ShownPrompt] = (),
+        num_kept: int | None = None,
     ) -> Response:
-        """Hand the request to the engine and answer it, streamed or plain.
+        """Hand the request to the engine and answer it, streamed or plain. shown, num_kept: see Answer.
 
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
         state = request.scope.get("state", {})
@@ -85,12 +93,12 @@ class Front:
         if params.structured is not None:
             await self.engine.compile(params.structured)
         stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
-        if (exchange := state.get("exchange")) is not None and not state.get("id_given"):
-            exchange.request_id = writer.id.encode()
-        label = exchange.request_id.decode() if exchange is not None else writer.id
+        label = _name_exchange(state, writer.id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
         lengths = [len(prompt) for prompt in prompts]
-        answer = Answer(stream, self.tokenizer, params, lengths, observer=observer, stops=stops, echo=echo)
+        answer = Answer(
+            stream, self.tokenizer, params, lengths, observer=observer, stops=stops, prompts=shown, num_kept=num_kept
+        )
         if not body.stream:
             return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self._error_view)
         return EventStream(
@@ -106,6 +114,15 @@ class Front:
         if self.engine.phase is not Phase.READY:
             return ApiError(503, "The server is shutting down.", code="server_shutting_down")
         return to_api_error(error)
+
+
+def _name_exchange(state: dict[str, Any], id: str) -> str:
+    """Unless the client has named its request, it is called as its answer is, in header and log. Returns the name."""
+    if not state.get("id_given"):
+        state["request_id"] = id
+        if (exchange := state.get("exchange")) is not None:
+            exchange.request_id = id.encode()
+    return str(state["request_id"])
 
 
 def front_of(request: Request) -> Front:

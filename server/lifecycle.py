@@ -29,6 +29,7 @@ from engine.outputs import ModelInfo, Phase
 from server.app import create_app
 from server.connections import ConnectionLimits, ServerConfig, check_stalls
 from server.engine_port import Engine
+from server.front import front_for
 from server.metrics import Metrics
 from server.settings import Settings
 
@@ -75,6 +76,7 @@ class Lifecycle:
             await asyncio.wait({loading, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
+                front_for(app)
                 gc.freeze()  # 400,000 objects of the imports never die; a walk over them stops all threads for 0.5 s
                 self._announce(metrics, imported_s)
                 await self._serve_until_end(serving)

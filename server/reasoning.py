@@ -25,9 +25,8 @@ class ReasoningCounter:
         self._waiting = 0  # tokens that may turn out to be no thinking
         self.num_tokens = 0
 
-    def feed(self, token_ids: Iterable[int]) -> int:
-        """How many of these were thinking. Tokens in which the start mark may still grow count once it is there."""
-        before = self.num_tokens
+    def feed(self, token_ids: Iterable[int]) -> None:
+        """Tokens in which the start mark may still grow count once it is there."""
         for token_id in token_ids:
             if self._over:
                 break
@@ -40,7 +39,15 @@ class ReasoningCounter:
                 self._waiting = 0
                 self._over = self._end in self._seen
                 self._seen = self._seen[-len(self._end) + 1 :] if len(self._end) > 1 else b""
-        return self.num_tokens - before
+
+    @property
+    def is_decided(self) -> bool:
+        """False while the output may still turn out to begin with the start mark."""
+        return self._decided or self._over
+
+    def finish(self) -> None:
+        """Nothing follows: what did not become a start mark is no thinking."""
+        self._over = True
 
     def _decide(self) -> None:
         text = self._seen.lstrip()

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from engine.sampling_params import ReasoningMarks
-from engine.text import Piece
+from engine.text import Piece, TokenEntry
 from engine.tokenizer import Tokenizer
 from server.assemble import Usage
 from server.parsers.base import CallArguments, CallBegin, Content, Part, Reasoning
@@ -52,7 +52,7 @@ class ChatWriter(ConversationWriter):
         finish = orjson.dumps(self.finish_reason(index, piece))
         if not deltas and (piece.finish_reason is not None or piece.entries):
             deltas = [b"{}"]
-        logprobs = orjson.dumps(chat_logprobs(self._tokenizer, piece.entries)) if self._logprobs else NULL
+        logprobs = orjson.dumps(self._chat_logprobs(*self.split(index, piece))) if self._logprobs else NULL
         chunks = [] if index in self._begun else [self._chunk(index, _ROLE, NULL, NULL)]
         self._begun.add(index)
         for k, delta in enumerate(deltas):  # a piece's logprobs go with its first delta, its end with its last
@@ -95,9 +95,16 @@ class ChatWriter(ConversationWriter):
         return {
             "index": choice.index,
             "message": self._message(choice.parts),
-            "logprobs": chat_logprobs(self._tokenizer, choice.entries) if self._logprobs else None,
+            "logprobs": self._chat_logprobs(choice.thinking, choice.entries) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
         }
+
+    def _chat_logprobs(self, thinking: Sequence[TokenEntry], entries: Sequence[TokenEntry]) -> dict[str, Any]:
+        """OpenAI's object tells of the content's tokens; where a model thinks, those of its thinking stand beside."""
+        told = chat_logprobs(self._tokenizer, entries)
+        if self._reasoning is not None:
+            told["reasoning_content"] = chat_logprobs(self._tokenizer, thinking)["content"]
+        return told
 
     def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
         content = "".join(part.text for part in parts if isinstance(part, Content))

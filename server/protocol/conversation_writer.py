@@ -26,29 +26,33 @@ class Choice:
     """One choice of a plain answer. parts: neighbours of one kind are joined, so that each stretch of text is one
     part and each call is a CallBegin and at most one CallArguments.
 
-    finish_reason: "stop", "length" or "tool_calls". num_reasoning: of the entries, the first so many are thinking."""
+    finish_reason: "stop", "length" or "tool_calls". thinking, entries: the logprobs of its tokens, in order."""
 
     index: int
     parts: list[Part]
-    entries: list[TokenEntry]
+    thinking: Sequence[TokenEntry]
+    entries: Sequence[TokenEntry]
     finish_reason: str
-    num_reasoning: int
 
 
 class ChoiceState:
     """What is remembered of a choice while it is written."""
 
-    __slots__ = ("counter", "num_calls", "parser")
+    __slots__ = ("_entries", "_num_told", "counter", "num_calls", "parser")
 
     def __init__(self, parser: OutputParser | None, counter: ReasoningCounter | None) -> None:
         self.parser = parser
         self.counter = counter
+        self._entries: list[TokenEntry] = []  # of tokens that may or may not be thinking
+        self._num_told = 0  # tokens of thinking whose entries were told
         self.num_calls = 0
 
     def parse(self, piece: Piece) -> list[Part]:
         """What the piece says; also counts its calls and the tokens of thinking."""
         if self.counter is not None:
             self.counter.feed(piece.token_ids)
+            if piece.finish_reason is not None:
+                self.counter.finish()
         if self.parser is None:
             return [Content(piece.text)] if piece.text else []
         parts = self.parser.feed(piece.text) if piece.text else []
@@ -56,6 +60,18 @@ class ChoiceState:
             parts = [*parts, *self.parser.finish()]
         self.num_calls += sum(type(part) is CallBegin for part in parts)
         return parts
+
+    def split(self, entries: Sequence[TokenEntry]) -> tuple[Sequence[TokenEntry], Sequence[TokenEntry]]:
+        """(those of thinking, those of the rest), of a piece that was parsed; held back while it is not clear."""
+        if self.counter is None:
+            return (), entries
+        self._entries += entries
+        if not self.counter.is_decided:
+            return (), ()
+        held, self._entries = self._entries, []
+        count = self.counter.num_tokens - self._num_told
+        self._num_told += count
+        return held[:count], held[count:]
 
     def finish_reason(self, piece: Piece) -> str | None:
         """The piece's, but "tool_calls" where the model stopped after it had called."""
@@ -99,6 +115,10 @@ class ConversationWriter(AnswerWriter):
         counters = [state.counter for state in self._states.values() if state.counter is not None]
         return replace(usage, num_reasoning_tokens=sum(counter.num_tokens for counter in counters))
 
+    def split(self, index: int, piece: Piece) -> tuple[Sequence[TokenEntry], Sequence[TokenEntry]]:
+        """The logprobs that may be told now: (of thinking, of the rest); for `events`, once per piece."""
+        return self._state(index).split(piece.entries)
+
     def _state(self, index: int) -> ChoiceState:
         state = self._states.get(index)
         if state is None:
@@ -113,9 +133,8 @@ class ConversationWriter(AnswerWriter):
         ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
         one = Piece("".join(piece.text for piece in pieces), (), last.finish_reason, ids)
         parts = joined(state.parse(one))
-        entries = [entry for piece in pieces for entry in piece.entries]
-        num_reasoning = state.counter.num_tokens if state.counter is not None else 0
-        return Choice(index, parts, entries, state.finish_reason(last) or "stop", num_reasoning)
+        thinking, entries = state.split([entry for piece in pieces for entry in piece.entries])
+        return Choice(index, parts, thinking, entries, state.finish_reason(last) or "stop")
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

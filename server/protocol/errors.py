@@ -29,12 +29,7 @@ logger = logging.getLogger("pagemill.server")
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
+RATE_LIMITED = "rate_limit_exceeded"
 
 
 class ApiError(Exception):
@@ -56,7 +51,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type or _TYPES.get(status, INVALID_REQUEST if status < 500 else SERVER_ERROR)
+        self.type = type or _type_of(status)
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
@@ -72,6 +67,12 @@ class ApiError(Exception):
         if message_errors.speaks_messages(scope):
             body = message_errors.envelope(self.status, self.message, scope.get("state", {}).get("request_id"))
         return Response(body, status_code=self.status, headers=self.headers, media_type="application/json")
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return RATE_LIMITED
+    return INVALID_REQUEST if status < 500 else SERVER_ERROR
 
 
 class InvalidRequest(ApiError):
@@ -91,7 +92,7 @@ def to_api_error(error: Exception) -> ApiError:
             return InvalidRequest(str(error), param=error.param)
         case QueueFull():
             retry = {"Retry-After": str(error.retry_after_s)}
-            return ApiError(429, str(error), code="queue_full", headers=retry)
+            return ApiError(429, str(error), code=RATE_LIMITED, headers=retry)
         case NotServing():
             return ApiError(503, str(error), code="not_serving", headers={"Retry-After": "1", "Connection": "close"})
         case RequestValidationError():
@@ -99,9 +100,9 @@ def to_api_error(error: Exception) -> ApiError:
         case HTTPException():
             return _from_http(error)
         case RequestFailed():
-            return ApiError(500, "The request failed inside the engine.", code="engine_error")
+            return ApiError(500, "The request failed inside the engine.", code=SERVER_ERROR)
         case _:
-            return ApiError(500, "The server had an error while processing the request.", code="internal_error")
+            return ApiError(500, "The server had an error while processing the request.", code=SERVER_ERROR)
 
 
 def install(app: FastAPI) -> None:

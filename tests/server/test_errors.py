@@ -88,7 +88,7 @@ async def test_a_full_queue(stream: bool) -> None:
     engine.refusal = QueueFull("The queue is full.", retry_after_s=7)
     async with client_of(engine) as client:
         response = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert error_of(response, 429)["type"] == "rate_limit_error"
+    assert error_of(response, 429)["code"] == "rate_limit_exceeded"
     assert response.headers["retry-after"] == "7"
 
 
@@ -98,7 +98,7 @@ async def test_an_engine_that_does_not_serve(stream: bool) -> None:
     engine.refusal = NotServing("The engine is draining.")
     async with client_of(engine) as client:
         response = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert error_of(response, 503)["type"] == "service_unavailable_error"
+    assert error_of(response, 503)["type"] == "server_error"
     assert "retry-after" in response.headers
 
 
