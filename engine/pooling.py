@@ -1,0 +1,82 @@
+"""From hidden states to one vector per prompt: that of its last token, or the mean over all.
+
+Knows rows and hidden states; knows no model. The sum of a mean is kept per row between the chunks of its prompt, in
+float64 and token by token, so that no cut of the prompt shows in the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.batch import NewRow, RowOutput, ScheduledBatch, ScheduledRow
+from engine.sampling_params import Pooling
+
+NON_FINITE = "The model produced hidden states that are not finite."
+
+
+@dataclass(slots=True)
+class _PooledRow:
+    pooling: Pooling
+    num_prompt_tokens: int
+    total: npt.NDArray[np.float64] | None = None  # [hidden_size]: sum over the chunks so far
+
+
+class Pooler:
+    """The rows whose prompts become vectors."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _PooledRow] = {}
+
+    def begin(self, new: NewRow) -> None:
+        """A sequence takes the row: whatever was pooled there is over."""
+        self._rows.pop(new.row, None)
+        if new.params.pooling is not None:
+            self._rows[new.row] = _PooledRow(new.params.pooling, new.num_prompt_tokens)
+
+    def is_asked(self, batch: ScheduledBatch) -> bool:
+        """True if a row of the batch is pooled: then its hidden states are needed."""
+        return bool(self._rows) and any(row.row in self._rows for row in batch.rows)
+
+    def pool(self, batch: ScheduledBatch, hidden_states: Tensor) -> dict[int, RowOutput]:
+        """hidden_states: [batch.num_tokens, hidden_size], in the order of batch.rows. By index into batch.rows the
+        vectors of the prompts whose last token is among them."""
+        outputs: dict[int, RowOutput] = {}
+        start = 0
+        for index, row in enumerate(batch.rows):
+            end = start + row.num_scheduled
+            pooled = self._rows.get(row.row)
+            if pooled is not None and row.num_scheduled:
+                vector = _take(pooled, row, hidden_states[start:end])
+                if vector is not None:
+                    del self._rows[row.row]
+                    outputs[index] = _output(vector)
+            start = end
+        return outputs
+
+
+def _take(pooled: _PooledRow, row: ScheduledRow, hidden_states: Tensor) -> npt.NDArray[np.float32] | None:
+    """hidden_states: [row.num_scheduled, hidden_size]. The vector, once it is complete."""
+    is_last = row.num_computed + row.num_scheduled == pooled.num_prompt_tokens
+    if pooled.pooling == "last":
+        return _numbers(hidden_states[-1]) if is_last else None
+    if pooled.total is None:
+        pooled.total = np.zeros(hidden_states.shape[1], dtype=np.float64)
+    for vector in _numbers(hidden_states):
+        pooled.total += vector
+    return (pooled.total / pooled.num_prompt_tokens).astype(np.float32) if is_last else None
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[np.float32]:
+    numbers: npt.NDArray[np.float32] = tensor.to(torch.float32).numpy()
+    return numbers
+
+
+def _output(vector: npt.NDArray[np.float32]) -> RowOutput:
+    if not np.isfinite(vector).all():
+        return RowOutput(error=NON_FINITE)
+    return RowOutput(embedding=vector.astype("<f4").tobytes())
