@@ -14,11 +14,6 @@ _CERTAIN = re.compile(
 )
 
 
-def wrap_input(text: str) -> str:
-    """A custom tool's input as the arguments of the function that stands for it."""
-    return json.dumps({CUSTOM_FIELD: text}, ensure_ascii=False)
-
-
 class CustomInput:
     """Finds a custom tool's input in its function's arguments while they come. The texts that `feed` and `finish`
     return, joined, are the input: the string where the arguments are as asked for, else what was written."""

@@ -1,0 +1,208 @@
+"""POST /v1/responses, and what became of earlier ones: GET, DELETE, cancel, input_items; and input_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from engine.sampling_params import InvalidParameter
+from server.conversation import Conversation, prepare
+from server.front import Front, front_of, read
+from server.protocol.common import short
+from server.protocol.errors import ApiError, InvalidRequest, to_api_error
+from server.protocol.response_items import Item, Reader, cut, cuts, references
+from server.protocol.response_tools import Tools
+from server.protocol.responses import MAX_ITEMS, ResponsesRequest, echo, in_our_words
+from server.protocol.responses_writer import ResponsesWriter
+from server.response_store import ResponseStore, StoredResponse
+
+router = APIRouter()
+
+MAX_PAGE = 100
+DEFAULT_PAGE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A request's conversation. items: all of it; own: what this request brought. dropped: what cannot be used."""
+
+    items: list[Item]
+    own: list[Item]
+    previous: StoredResponse | None
+    tools: Tools
+    dropped: list[str]
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    """Answer an input, or continue an earlier response."""
+    front = front_of(request)
+    body = await read(request, ResponsesRequest, ResponsesRequest.check)
+    model = front.check_model(body.model)
+    front.check_logprobs(body.top_logprobs, "top_logprobs")
+    store = _store_of(request)
+    given = await asyncio.to_thread(_gather, body, store)
+    front.ignored.note(request, given.dropped)
+    try:
+        conversation = await _fit(front, body, given)
+        params = conversation.params
+        writer = ResponsesWriter(
+            front.tokenizer,
+            model=model,
+            echo=echo(body, given.tools, temperature=params.temperature, top_p=params.top_p),
+            tools=given.tools,
+            logprobs=body.wants_logprobs,
+            sealed=body.wants_sealed,
+            keep=partial(store.put, given=given.own, previous=given.previous) if body.stored else None,
+            new_parser=conversation.new_parser,
+            reasoning=params.reasoning,
+        )
+        return await front.generate(request, body, [conversation.prompt], params, writer)
+    except (ApiError, InvalidParameter) as error:
+        raise in_our_words(to_api_error(error)) from None
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request) -> Response:
+    """{"input_tokens"} of a body that POST /v1/responses would take, without an answer."""
+    front = front_of(request)
+    body = await read(request, ResponsesRequest, ResponsesRequest.check)
+    front.check_model(body.model)
+    given = await asyncio.to_thread(_gather, body, _store_of(request))
+    try:
+        conversation = await _fit(front, body, given)
+    except (ApiError, InvalidParameter) as error:
+        raise in_our_words(to_api_error(error)) from None
+    return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
+
+
+def _gather(body: ResponsesRequest, store: ResponseStore) -> Given:
+    """Raises InvalidRequest, ApiError 404."""
+    previous = None
+    if body.previous_response_id is not None:
+        previous = store.get(body.previous_response_id)
+        if previous is None:
+            told = f"Previous response with id {short(body.previous_response_id)} not found."
+            raise InvalidRequest(told, param="previous_response_id", code="previous_response_not_found")
+    wanted = body.input if body.input is not None else []
+    reader = Reader(store.find_items(references(wanted)))
+    own = reader.read(wanted)
+    items = [*(previous.history() if previous is not None else ()), *own]
+    if len(items) > MAX_ITEMS:
+        told = f"The conversation has {len(items)} items: at most {MAX_ITEMS} are allowed."
+        raise InvalidRequest(told, param="input")
+    more = [tool for item in items if item["type"] == "additional_tools" for tool in item["tools"]]
+    tools = Tools([*(body.tools or ()), *more])
+    return Given(items, own, previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
+
+
+async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversation:
+    """The conversation as prompt; with truncation "auto" without as many of its oldest turns as it takes to fit.
+
+    Raises InvalidRequest in chat's words."""
+
+    async def attempt(items: list[Item]) -> Conversation:
+        chat = await asyncio.to_thread(body.to_chat, items, given.tools)
+        chat.check()
+        return await prepare(front, chat)
+
+    try:
+        return await attempt(given.items)
+    except InvalidRequest as error:
+        starts = cuts(given.items)
+        if body.truncation != "auto" or error.code != "context_length_exceeded" or not starts:
+            raise
+    found = await attempt(cut(given.items, starts[-1]))
+    low, high = 0, len(starts) - 1  # the least cut that is known to be enough is `high`
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            found = await attempt(cut(given.items, starts[middle]))
+            high = middle
+        except InvalidRequest as error:
+            if error.code != "context_length_exceeded":
+                raise
+            low = middle + 1
+    return found
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> Response:
+    """A stored response."""
+    if request.query_params.get("stream", "false").lower() in ("true", "1"):
+        raise InvalidRequest("A stored response cannot be streamed again: ask without stream.", param="stream")
+    return Response(_stored(request, response_id).body, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget a response. Those that continue it keep what they need of it."""
+    _stored(request, response_id)
+    _store_of(request).delete(response_id)
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Only background responses could be cancelled, and there are none: whoever waits for an answer closes the
+    connection."""
+    _stored(request, response_id)
+    raise InvalidRequest("Only background responses can be cancelled.", param="response_id")
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """The items that the response was made from, a page at a time; the latest first unless order is "asc"."""
+    items = await asyncio.to_thread(_stored(request, response_id).input_items)
+    return _json(_page(items, dict(request.query_params)))
+
+
+def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
+    """query: limit (1 to 100), order, after (an item's id). Raises InvalidRequest."""
+    limit, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:5]) <= MAX_PAGE:
+        raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}, got {short(limit)}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be asc or desc, got {short(order)}.", param="order")
+    listed = items if order == "asc" else items[::-1]
+    start = 0
+    if after is not None:
+        found = [index for index, item in enumerate(listed) if item["id"] == after]
+        if not found:
+            raise InvalidRequest(f"after names {short(after)}, which is not one of the items.", param="after")
+        start = found[0] + 1
+    page = listed[start : start + int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + int(limit) < len(listed),
+    }
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    """Raises ApiError 404."""
+    found = _store_of(request).get(response_id)
+    if found is None:
+        raise ApiError(404, f"Response with id {short(response_id)} not found.", param="response_id", code="not_found")
+    return found
+
+
+def _store_of(request: Request) -> ResponseStore:
+    """The application's store, made when it is first needed."""
+    state = request.app.state
+    store: ResponseStore | None = getattr(state, "response_store", None)
+    if store is None:
+        settings = state.settings
+        store = state.response_store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
+    return store
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
