@@ -56,6 +56,10 @@ class Tool(WireModel):
     custom: Custom | None = None
 
     @property
+    def is_dropped(self) -> bool:
+        return self.type not in ("function", "custom")
+
+    @property
     def name(self) -> str | None:
         """None for a tool that we cannot run."""
         named = {"function": self.function, "custom": self.custom}.get(self.type)
@@ -111,7 +115,7 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
     known: dict[str, Tool] = {}
     dropped: list[str] = []
     for index, tool in enumerate(tools or ()):
-        if tool.type not in ("function", "custom"):
+        if tool.is_dropped:
             dropped.append(tool.type)
             continue
         if tool.name is None:

@@ -23,6 +23,11 @@ class WireModel(BaseModel):
 
     hints: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it is left out as a whole, and named elsewhere."""
+        return False
+
 
 class Unread(NamedTuple):
     """One field that nobody reads. path: where it stands ("messages[1].name"); name: the same without list indices."""
@@ -52,6 +57,8 @@ def unread(wire: BaseModel) -> Iterator[Unread]:
 
 def _unread(wire: BaseModel, path: str, name: str) -> Iterator[Unread]:
     if isinstance(wire, WireModel):
+        if wire.is_dropped:
+            return
         for field, value in (wire.model_extra or {}).items():
             if value is not None:
                 yield Unread(path + field, name + field, type(wire), field)

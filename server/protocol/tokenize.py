@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import FailFast
+
+from server.protocol.fields import WireModel
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(WireModel):
     """Body of POST /tokenize. Special tokens around the text (BOS) are added unless refused, as in completions."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(WireModel):
     """Body of POST /detokenize."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]

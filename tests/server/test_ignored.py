@@ -1,0 +1,107 @@
+"""Fields that nobody reads are named in a header, logged once, and refused by a strict server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.server.fake_engine import FakeEngine, says, small_tokenizer
+from tests.server.harness import client_of, error_of
+
+TOKENIZER = small_tokenizer()
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "a"}
+HEADER = "x-pagemill-ignored"
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (CHAT, {"messages": [USER], "temprature": 1}, "temprature"),
+        (CHAT, {"messages": [USER | {"mood": 1}, USER | {"mood": 2}]}, "messages[].mood"),
+        (CHAT, {"messages": [USER], "user": "u", "store": True, "metadata": {"a": "b"}}, "user, store, metadata"),
+        (CHAT, {"messages": [USER], "stream_options": {"include_obfuscation": True}, "stream": True},
+         "stream_options.include_obfuscation"),
+        (CHAT, {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]},
+         "messages[].content[].cache_control"),
+        (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "odd": 1}}]},
+         "tools[].function.odd"),
+        (COMPLETIONS, {"prompt": "a", "prompt_cache_key": "k", "stream": True}, "prompt_cache_key"),
+        (COMPLETIONS, {"prompt": "a", "x\r\ny: é": 1}, "x??y:??"),
+        ("/tokenize", {"prompt": "a", "odd": 1}, "odd"),
+        ("/detokenize", {"tokens": [1], "odd": 1}, "odd"),
+    ],
+)  # fmt: skip
+async def test_ignored_fields_are_named(path: str, body: dict[str, Any], names: str) -> None:
+    async with client_of(engine()) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == names
+
+
+async def test_nulls_and_known_fields_are_not_named() -> None:
+    async with client_of(engine()) as client:
+        for body in ({"messages": [USER], "odd": None, "user": None}, {"messages": [USER], "temperature": 0}):
+            assert HEADER not in (await client.post(CHAT, json=body)).headers
+
+
+async def test_a_name_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pagemill.server"):
+        async with client_of(engine()) as client:
+            for _ in range(3):
+                await client.post(CHAT, json={"messages": [USER], "odd": 1, "user": "u"})
+    told = [record.fields["field"] for record in caplog.records if "ignored" in record.message]
+    assert told == ["odd", "user"]
+
+
+async def test_many_names_are_bounded() -> None:
+    async with client_of(engine()) as client:
+        response = await client.post(CHAT, json={"messages": [USER]} | {f"f{k}" * 50: 1 for k in range(500)})
+    assert len(response.headers[HEADER]) < 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "near"),
+    [
+        (CHAT, {"messages": [USER], "temprature": 1}, "temprature", '"temperature"'),
+        (CHAT, {"messages": [USER, USER | {"contents": 1}]}, "messages[1].contents", '"content"'),
+        (CHAT, {"messages": [USER], "stream": True, "stream_options": {"include_usages": True}},
+         "stream_options.include_usages", '"include_usage"'),
+        (COMPLETIONS, {"prompt": "a", "maxTokens": 1}, "maxTokens", '"max_tokens"'),
+        (COMPLETIONS, {"prompt": "a", "zzz": 1}, "zzz", None),
+        ("/tokenize", {"prompt": "a", "promt": 1}, "promt", '"prompt"'),
+    ],
+)  # fmt: skip
+async def test_a_strict_server_refuses_unknown_fields(path: str, body: Any, param: str, near: str | None) -> None:
+    served = engine()
+    async with client_of(served, strict_fields=True) as client:
+        error = error_of(await client.post(path, json=body))
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    assert (near in error["message"]) if near else ("Did you mean" not in error["message"])
+    assert served.admitted == []
+
+
+async def test_a_strict_server_takes_hints() -> None:
+    body = {"messages": [USER], "user": "u", "prompt_cache_key": "k", "service_tier": "auto", "odd": None}
+    async with client_of(engine(), strict_fields=True) as client:
+        response = await client.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert response.headers[HEADER] == "user, prompt_cache_key, service_tier"
+
+
+async def test_answers_name_the_request() -> None:
+    async with client_of(engine()) as client:
+        for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "a"})):
+            response = await client.post(path, json=body)
+            assert response.headers["x-request-id"] == response.json()["id"]
+            named = await client.post(path, json=body, headers={"x-request-id": "mine"})
+            assert named.headers["x-request-id"] == "mine"
+            streamed = await client.post(path, json=body | {"stream": True})
+            assert f'"id":"{streamed.headers["x-request-id"]}"' in streamed.text
