@@ -41,6 +41,24 @@ class PromptEncoder:
             encoded.append(token_ids)
         return encoded
 
+    def inputs(
+        self, inputs: Sequence[str | tuple[int, ...]], *, add_special_tokens: bool = True
+    ) -> list[Sequence[int]]:
+        """Token ids of each text to embed; nothing has to fit beside it."""
+        encoded: list[Sequence[int]] = []
+        for index, given in enumerate(inputs):
+            param = "input" if len(inputs) == 1 else f"input[{index}]"
+            if isinstance(given, str):
+                token_ids: Sequence[int] = self.text(given, add_special_tokens=add_special_tokens, param=param)
+            else:
+                self.check_ids(given, param)
+                token_ids = given
+            if not token_ids or not given:
+                raise InvalidRequest(f"{param} is empty: it must hold at least one token.", param=param)
+            self._check_length(len(token_ids), 0, param, "input")
+            encoded.append(token_ids)
+        return encoded
+
     def conversation(self, given: TemplateInput, num_output: int | None) -> Encoded:
         """Token ids of a conversation through the model's chat template. num_output: tokens that must fit beside it;
         None: its length is not checked."""
@@ -54,6 +72,18 @@ class PromptEncoder:
         if num_output is not None:
             self._check_length(len(encoded.token_ids), num_output, "messages", "messages")
         return encoded
+
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether the chat template tells a system message that comes after the conversation has begun; some refuse
+        it, some leave it out. Raises InvalidRequest where there is no template."""
+        roles, said = ("user", "system", "user"), ("first word", "late word", "last word")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        try:
+            rendered = self._chat_template.render(TemplateInput(messages))
+        except ChatTemplateError:
+            return False
+        return all(text in rendered for text in said)
 
     def text(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Control tokens spelled in a raw prompt are recognised, as elsewhere: whoever sends one writes the format."""

@@ -111,11 +111,22 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestFailed, _handle_logged)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)
-    app.add_exception_handler(Exception, _handle)  # the server's outermost layer logs the traceback itself
+    app.add_exception_handler(Exception, _handle_escaped)
 
 
 async def _handle(request: Request, error: Exception) -> Response:
     return to_api_error(error).response(request.scope)
+
+
+async def _handle_escaped(request: Request, error: Exception) -> Response:
+    """What nobody expected is answered outside of all middleware, so the id must be put on here; the server's
+    outermost layer logs the traceback itself."""
+    response = to_api_error(error).response(request.scope)
+    request_id: str = request.scope.get("state", {}).get("request_id", "")
+    response.headers["x-request-id"] = request_id
+    if message_errors.speaks_messages(request.scope):
+        response.headers["request-id"] = request_id
+    return response
 
 
 async def _handle_logged(request: Request, error: Exception) -> Response:

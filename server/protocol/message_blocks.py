@@ -1,0 +1,214 @@
+"""Content blocks of the Messages API as messages of chat.
+
+Turns of one role that follow each other become one, as that API promises. A user's turn with tool results becomes
+tool messages and, for the words beside them, a user message; an assistant's turn becomes one message with its
+words, its thinking and its calls.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from server.protocol.common import short
+from server.protocol.errors import InvalidRequest
+
+HELD = "thinking:"  # begins a signature that holds the thinking itself, where a client asked not to be shown it
+MEDIA = ("image", "document", "container_upload", "file")
+RAN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result")  # traces of Anthropic's own tools
+
+# A line that client programs put before their system prompt and change from request to request: what follows it
+# would never be found in the prefix cache.
+CLIENT_HEADER = re.compile(r"\A\s*x-[a-z0-9-]*-header:[^\n]*\n*", re.IGNORECASE)
+
+Ignored = set[str]  # names of what was left out, for the client
+
+
+def chat_messages(
+    messages: Sequence[object], system: object, ignored: Ignored, *, late_system: bool
+) -> list[dict[str, Any]]:
+    """late_system: the model's template takes system messages after the first; where it does not they become words
+    of the user. Raises InvalidRequest with the path of what is wrong."""
+    chat: list[dict[str, Any]] = []
+    if parts := _system_parts(system, "system", ignored):
+        chat.append({"role": "system", "content": parts})
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise _wrong(path, f"must be an object, got {short(message)}")
+        match message.get("role"):
+            case "user":
+                _add_user(chat, message, path, ignored)
+            case "assistant":
+                _add(chat, _assistant(message, path, ignored))
+            case "system":
+                parts = _system_parts(message.get("content"), f"{path}.content", ignored)
+                _add(chat, {"role": "system" if late_system or not chat else "user", "content": parts})
+            case role:
+                raise _wrong(f"{path}.role", f'must be "user", "assistant" or "system", got {short(role)}')
+    return chat
+
+
+def without_client_headers(text: str) -> str:
+    """A system prompt without the lines that clients put before it and change on every request."""
+    while match := CLIENT_HEADER.match(text):
+        text = text[match.end() :]
+    return text
+
+
+def hold(thinking: str) -> str:
+    """A signature that holds the thinking, for a client that is not to see it but sends it back."""
+    return HELD + base64.b64encode(thinking.encode()).decode()
+
+
+def _add(chat: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    last = chat[-1] if chat else None
+    if last is None or last["role"] != message["role"]:
+        chat.append(message)
+        return
+    last["content"] = [*last["content"], *message["content"]]
+    if thinking := message.get("reasoning_content"):
+        last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thinking)))
+    if calls := message.get("tool_calls"):
+        last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+
+
+def _add_user(chat: list[dict[str, Any]], message: dict[str, Any], path: str, ignored: Ignored) -> None:
+    parts: list[dict[str, str]] = []
+    blocks = _blocks(message.get("content"), f"{path}.content", ignored)
+    for where, block in blocks:
+        if block["type"] == "tool_result":
+            if parts:
+                _add(chat, {"role": "user", "content": parts})
+                parts = []
+            chat.append(_tool_result(block, where, ignored))
+        else:
+            parts.append(_text_part(block, where))
+    if parts or not blocks:
+        _add(chat, {"role": "user", "content": parts})
+
+
+def _assistant(message: dict[str, Any], path: str, ignored: Ignored) -> dict[str, Any]:
+    texts: list[dict[str, str]] = []
+    thinking: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for where, block in _blocks(message.get("content"), f"{path}.content", ignored):
+        match block["type"]:
+            case "thinking":
+                thinking.append(_thinking(block, where))
+            case "tool_use":
+                calls.append(_call(block, where))
+            case kind if kind == "redacted_thinking" or RAN_ELSEWHERE.fullmatch(kind):
+                ignored.add(kind)
+            case _:
+                texts.append(_text_part(block, where))
+    turn: dict[str, Any] = {"role": "assistant", "content": texts}
+    if any(thinking):
+        turn["reasoning_content"] = "\n".join(filter(None, thinking))
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _blocks(content: object, path: str, ignored: Ignored) -> list[tuple[str, dict[str, Any]]]:
+    """(path, block) of each block of a string or an array; every block has a type that is a string."""
+    if isinstance(content, str):
+        return [(path, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise _wrong(path, f"must be a string or an array of content blocks, got {short(content)}")
+    blocks = []
+    for index, block in enumerate(content):
+        where = f"{path}[{index}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise _wrong(where, "must be a content block, an object with a type")
+        ignored.update(name for name in ("cache_control", "citations") if block.get(name) is not None)
+        blocks.append((where, block))
+    return blocks
+
+
+def _text_part(block: dict[str, Any], where: str) -> dict[str, str]:
+    kind = block["type"]
+    if kind == "text":
+        return {"type": "text", "text": _string(block, "text", where)}
+    if kind == "search_result":
+        found = [
+            _string(part, "text", path) for path, part in _blocks(block.get("content"), f"{where}.content", set())
+        ]
+        lines = (_string(block, "title", where), _string(block, "source", where), *found)
+        return {"type": "text", "text": "\n".join(lines)}
+    if kind == "tool_reference":
+        return {"type": "text", "text": _string(block, "tool_name", where)}
+    if kind in MEDIA:
+        raise _wrong(where, f"is of type {kind}: only text is supported by this model")
+    raise _wrong(f"{where}.type", f"is {short(kind)}, which is not supported here")
+
+
+def _system_parts(content: object, path: str, ignored: Ignored) -> list[dict[str, str]]:
+    if content is None:
+        return []
+    parts = []
+    for where, block in _blocks(content, path, ignored):
+        if block["type"] != "text":
+            raise _wrong(f"{where}.type", f'must be "text" in a system prompt, got {short(block["type"])}')
+        said = _string(block, "text", where)
+        text = without_client_headers(said)
+        if text != said:
+            ignored.add(said.lstrip().partition(":")[0].lower())
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _thinking(block: dict[str, Any], where: str) -> str:
+    text = _string(block, "thinking", where)
+    signature = block.get("signature")
+    if text or not isinstance(signature, str) or not signature.startswith(HELD):
+        return text
+    try:
+        return base64.b64decode(signature[len(HELD) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise _wrong(f"{where}.signature", "is not one that this server gave") from None
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{where}.input", f"must be an object, got {short(arguments)}")
+    function = {"name": _string(block, "name", where), "arguments": orjson.dumps(arguments).decode()}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any], where: str, ignored: Ignored) -> dict[str, Any]:
+    content = block.get("content")
+    blocks = [] if content is None else _blocks(content, f"{where}.content", ignored)
+    parts = [_text_part(part, path) for path, part in blocks]
+    failed = block.get("is_error")
+    if failed not in (None, True, False):
+        raise _wrong(f"{where}.is_error", f"must be a boolean, got {short(failed)}")
+    if failed:
+        parts = _told_as_error(parts)
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": parts}
+
+
+def _told_as_error(parts: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Templates know no field for it, so the text says that it is an error, unless it does so itself."""
+    first = parts[0]["text"] if parts else "The tool failed."
+    if not re.match(r"\W*(tool_use_)?error", first, re.IGNORECASE):
+        first = f"Error: {first}"
+    return [{"type": "text", "text": first}, *parts[1:]]
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _wrong(f"{where}.{name}", f"must be a string, got {short(value)}")
+    return value
+
+
+def _wrong(path: str, told: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} {told}.", param=path)

@@ -1,0 +1,188 @@
+"""The wire type of /v1/messages and /v1/messages/count_tokens (Anthropic's Messages API), and its translation into a
+chat request: everything behind the door speaks chat.
+
+What may change the answer is translated or refused. Hints are accepted and named, and so are tools that only
+Anthropic's own servers can run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast
+
+from engine.sampling_params import MAX_STOP_STRINGS
+from server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from server.protocol.common import at_most, check_fields, short, wrong
+from server.protocol.errors import InvalidRequest
+from server.protocol.fields import WireModel
+from server.protocol.message_blocks import Ignored, chat_messages
+
+# fields of the chat request that are spelled and mean the same here; most are not Anthropic's, but ours
+SHARED = (
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt", "chat_template_kwargs",
+)  # fmt: skip
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+def _stop_sequences(value: object) -> object:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(type(item) is not str for item in value):
+        raise wrong("must be an array of strings.")
+    if len(value) > MAX_STOP_STRINGS:
+        raise wrong(f"must have at most {MAX_STOP_STRINGS} strings, got {len(value)}.")
+    if "" in value:
+        raise wrong("must not hold an empty string.")
+    return tuple(value)
+
+
+class Tool(WireModel):
+    """A custom tool, or one that its type names: those have no schema, and what runs them is not here."""
+
+    hints: ClassVar = frozenset({
+        "cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming",
+    })  # fmt: skip
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self, path: str) -> dict[str, Any]:
+        """As chat spells it. Raises InvalidRequest."""
+        if self.type not in (None, "custom"):
+            return {"type": self.type}
+        if not self.name:
+            raise InvalidRequest(f"{path}.name must be a name of the tool.", param=f"{path}.name")
+        if self.input_schema is None:
+            told = f"{path}.input_schema must be an object: the JSON schema of the tool's input."
+            raise InvalidRequest(told, param=f"{path}.input_schema")
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(WireModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(WireModel):
+    """display "omitted": thinking blocks are empty, and their signature holds what they said."""
+
+    hints: ClassVar = frozenset({"budget_tokens"})
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(WireModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class MessagesRequest(WireModel):
+    """Body of both routes. None: absent or null. Fields of type Any are checked where they are translated."""
+
+    hints: ClassVar = frozenset({
+        "metadata", "service_tier", "cache_control", "container", "context_management", "mcp_servers", "inference_geo",
+        "speed", "diagnostics", "user_profile_id", "workspace_id", "betas",
+    })  # fmt: skip
+
+    messages: Annotated[list[Any], at_most(MAX_MESSAGES)]
+    system: Any = None
+    max_tokens: int | None = None
+    stop_sequences: Annotated[tuple[str, ...], BeforeValidator(_stop_sequences)] = ()
+    tools: Annotated[list[Tool] | None, FailFast(), at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    model: Any = None
+    stream: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    cache_salt: Any = None
+    chat_template_kwargs: Any = None
+
+    def check_max_tokens(self) -> int:
+        """Raises InvalidRequest: generating needs a limit, counting does not."""
+        if self.max_tokens is None:
+            told = "You must provide the parameter max_tokens."
+            raise InvalidRequest(told, param="max_tokens", code="missing_required_parameter")
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+        return self.max_tokens
+
+    def for_chat(self, ignored: Ignored, *, late_system: bool) -> ChatRequest:
+        """The chat request that asks the same, without a limit of tokens. ignored: gets the names of what was left
+        out of the messages. late_system: see `chat_messages`. Raises InvalidRequest."""
+        if not self.messages:
+            raise InvalidRequest("messages must not be empty.", param="messages")
+        chat = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
+        chat["messages"] = chat_messages(self.messages, self.system, ignored, late_system=late_system)
+        chat["stop"] = list(self.stop_sequences)
+        if chat["messages"][-1]["role"] == "assistant":
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        chat |= self._tools_for_chat() | self._format_for_chat() | self._thinking_for_chat()
+        request = check_fields(chat, ChatRequest)
+        request.check()
+        return request
+
+    def _tools_for_chat(self) -> dict[str, Any]:
+        chat: dict[str, Any] = {}
+        if self.tools:
+            chat["tools"] = [tool.for_chat(f"tools[{index}]") for index, tool in enumerate(self.tools)]
+        choice = self.tool_choice
+        if choice is None:
+            return chat
+        if choice.type == "tool" and not choice.name:
+            raise InvalidRequest("tool_choice.name must be the name of a tool.", param="tool_choice.name")
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        if choice.disable_parallel_tool_use:
+            chat["parallel_tool_calls"] = False
+        return chat
+
+    def _format_for_chat(self) -> dict[str, Any]:
+        path, wanted = "output_format", self.output_format
+        if self.output_config is not None and self.output_config.format is not None:
+            path, wanted = "output_config.format", self.output_config.format
+        if wanted is None:
+            return {}
+        if wanted.get("type") != "json_schema":
+            told = f'{path}.type must be "json_schema", got {short(wanted.get("type"))}.'
+            raise InvalidRequest(told, param=f"{path}.type")
+        if not isinstance(wanted.get("schema"), dict):
+            raise InvalidRequest(f"{path}.schema must be an object.", param=f"{path}.schema")
+        schema = {"name": "output", "schema": wanted["schema"], "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+    def _thinking_for_chat(self) -> dict[str, Any]:
+        """Whether to think, and how hard, as far as the model's template has words for it."""
+        chat: dict[str, Any] = {}
+        if self.output_config is not None and self.output_config.effort is not None:
+            chat["reasoning_effort"] = EFFORTS[self.output_config.effort]
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            given = self.chat_template_kwargs
+            if given is None or isinstance(given, dict):  # else chat says what is wrong with it
+                chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks} | (given or {})
+        return chat
