@@ -15,10 +15,11 @@ from engine.tokenizer import Detokenizer, StopMatcher, StopStrings, Tokenizer
 
 
 class TokenEntry(NamedTuple):
-    """One accepted token's logprob. text_offset: characters of generated text before it."""
+    """One accepted token's logprob (None for the first token of an echoed prompt). text_offset: characters of the
+    choice's text before it."""
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: TokenLogprobs | None
     text_offset: int
 
@@ -41,11 +42,19 @@ class Assembler:
 
     __slots__ = (
         "_detokenizer", "_gate", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars", "_unsent",
-        "finish_reason", "num_tokens",
+        "finish_reason", "logprob_sum", "num_tokens",
     )  # fmt: skip
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None) -> None:
-        """stops: params.stop compiled, where several choices share it."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        stops: StopStrings | None = None,
+        *,
+        num_chars_before: int = 0,
+    ) -> None:
+        """stops: params.stop compiled, where several choices share it. num_chars_before: of an echo that goes before
+        the text; offsets count them."""
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
         )
@@ -54,9 +63,10 @@ class Assembler:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._logprobs = params.logprobs is not None
-        self._num_chars = 0  # detokenized so far
+        self._num_chars = num_chars_before  # and what is detokenized so far
         self._unsent: tuple[int, ...] = ()  # accepted, and in no piece yet
         self.num_tokens = 0  # accepted so far
+        self.logprob_sum = 0.0  # of those
         self.finish_reason: FinishReason | None = None
 
     def feed(self, output: SequenceOutput) -> list[Piece]:
@@ -74,6 +84,7 @@ class Assembler:
             return pieces
         token_ids = output.token_ids
         self.num_tokens += len(token_ids)
+        self.logprob_sum += sum(output.logprobs)
         self.finish_reason = output.finish_reason
         text = self._detokenizer.feed(token_ids if output.stop_token_id is None else token_ids[:-1])
         if self.finish_reason is not None:
@@ -91,6 +102,7 @@ class Assembler:
             offset = self._num_chars
             is_text = position < last or output.stop_token_id is None
             self.num_tokens += 1
+            self.logprob_sum += output.logprobs[position]
             text = self._advance(self._detokenizer.feed((token_id,)) if is_text else "")
             if position == last and self.finish_reason is None and output.finish_reason is not None:
                 text += self._flush(output.finish_reason)

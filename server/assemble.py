@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.outputs import RequestFailed, SequenceOutput
 from engine.sampling_params import SamplingParams
@@ -15,6 +16,9 @@ from engine.text import Assembler, Piece
 from engine.tokenizer import StopStrings, Tokenizer
 from server.engine_port import Generation
 from server.observe import Observer
+from server.shown_prompt import ShownPrompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class Usage:
 class Answer:
     """The choices of one HTTP request; choice index = prompt_index * n + choice_index.
 
-    echo: per prompt, text that goes before each of its choices; empty for none."""
+    prompts: how each prompt is shown, for the logprobs that the engine brings of them; empty where none is.
+    num_kept: of the params.n choices per prompt so many are told, the best by the mean logprob of their tokens; None:
+    all."""
 
     def __init__(
         self,
@@ -55,16 +61,24 @@ class Answer:
         *,
         observer: Observer,
         stops: StopStrings | None = None,
-        echo: Sequence[str] = (),
+        prompts: Sequence[ShownPrompt] = (),
+        num_kept: int | None = None,
     ) -> None:
         self.stream = stream
         self._n = params.n
         self._prompt_lens = prompt_lens
         self._observer = observer
-        self._echo = {p * params.n + c: text for p, text in enumerate(echo) for c in range(params.n)}  # not sent yet
+        self._prompts = prompts
+        self._num_kept = num_kept
+        self.num_prompt_logprobs = 0  # that the engine has brought so far
         self._num_cached: dict[int, int] = {}
         stops = stops or (StopStrings(params.stop) if params.stop else None)
-        self._assemblers = [Assembler(tokenizer, params, stops) for _ in range(len(prompt_lens) * params.n)]
+        before = [prompt.num_chars for prompt in prompts] or [0] * len(prompt_lens)
+        self._assemblers = [
+            Assembler(tokenizer, params, stops, num_chars_before=num_chars)
+            for num_chars in before
+            for _ in range(params.n)
+        ]
         self._closed = False
         self._failed = False
 
@@ -75,6 +89,10 @@ class Answer:
     def take(self, outputs: Sequence[SequenceOutput]) -> list[tuple[int, Piece]]:
         """(choice index, piece) in the order they may leave. Raises RequestFailed."""
         taken: list[tuple[int, Piece]] = []
+        for output in outputs if self._prompts else ():
+            if output.prompt_logprobs:
+                self._prompts[output.prompt_index].take(output.prompt_logprobs)
+                self.num_prompt_logprobs += sum(len(chunk.logprobs) for chunk in output.prompt_logprobs)
         for output in outputs:
             index = output.prompt_index * self._n + output.choice_index
             assembler = self._assemblers[index]
@@ -84,8 +102,6 @@ class Answer:
             except RequestFailed:
                 self._failed = True
                 raise
-            if self._echo and pieces and (echo := self._echo.pop(index, None)) is not None:
-                pieces[0] = pieces[0]._replace(text=echo + pieces[0].text)
             taken.extend([(index, piece) for piece in pieces])
             self._num_cached[output.prompt_index] = output.num_cached_tokens
             if assembler.finish_reason is not None and output.finish_reason is None:
@@ -93,6 +109,21 @@ class Answer:
             accepted = assembler.num_tokens - before
             self._observer.took(index, accepted, len(output.token_ids) - accepted, assembler.finish_reason)
         return taken
+
+    def kept(self, pieces: Sequence[T]) -> list[T]:
+        """What belongs to the choices that are told, of one item per choice: with best_of the best of each prompt,
+        the best first."""
+        if self._num_kept is None:
+            return list(pieces)
+        kept = []
+        for start in range(0, len(pieces), self._n):
+            ranking = sorted(range(start, start + self._n), key=self._mean_logprob, reverse=True)
+            kept += [pieces[index] for index in ranking[: self._num_kept]]
+        return kept
+
+    def _mean_logprob(self, index: int) -> float:
+        assembler = self._assemblers[index]
+        return assembler.logprob_sum / max(assembler.num_tokens, 1)
 
     def close(self) -> None:
         """The reader leaves, or has all it wants: the engine stops what is left, usage is counted. Idempotent."""

@@ -100,16 +100,16 @@ class Front:
             stream, self.tokenizer, params, lengths, observer=observer, stops=stops, prompts=shown, num_kept=num_kept
         )
         if not body.stream:
-            return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self._error_view)
+            return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self.error_view)
         return EventStream(
             answer,
             writer,
             metrics=self.metrics,
             keep_alive_s=self.settings.sse_keep_alive,
-            error_view=self._error_view,
+            error_view=self.error_view,
         )
 
-    def _error_view(self, error: Exception) -> ApiError:
+    def error_view(self, error: Exception) -> ApiError:
         """An engine that is on its way out fails requests of no fault of theirs: 503, try elsewhere."""
         if self.engine.phase is not Phase.READY:
             return ApiError(503, "The server is shutting down.", code="server_shutting_down")

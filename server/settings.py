@@ -29,6 +29,7 @@ from engine.config import (
     SchedulerConfig,
     usable_cores,
 )
+from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
 
 ENV_PREFIX = "PAGEMILL_"
 MAX_THREADS = 1024  # the largest machines have fewer cores, and OpenMP ends the process where a thread cannot be made
@@ -128,8 +129,20 @@ class Settings(BaseSettings):
         4096, "Responses of /v1/responses kept in memory for later requests; the least recently used go first."
     )
     max_stored_bytes: Size = _setting(128 << 20, "Memory for stored responses and their input.", unit="bytes")
+    embedding_pooling: Literal["last", "mean"] = _setting(
+        "last", "What /v1/embeddings makes of a text's hidden states, unless the request says."
+    )
+    embedding_dimensions: bool = _setting(
+        False, "Let clients shorten embeddings; for models that are trained to bear it."
+    )
     grace_period: Seconds = _setting(
         20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"
+    )
+    max_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_CEILING)] = _setting(
+        MAX_LOGPROBS, "Alternatives per token that a request may ask for."
+    )
+    max_prompt_logprobs: Positive = _setting(
+        4 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe line that is logged.")
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")

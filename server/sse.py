@@ -63,8 +63,9 @@ async def collect(
     if any(not parts or parts[-1].finish_reason is None for parts in pieces):
         metrics.client_disconnected()
         return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
-    usage = answer.usage()
-    if sum(len(piece.entries) for parts in pieces for piece in parts) > MANY_ENTRIES:
+    usage, pieces = answer.usage(), answer.kept(pieces)
+    num_entries = sum(len(piece.entries) for parts in pieces for piece in parts)
+    if num_entries + answer.num_prompt_logprobs > MANY_ENTRIES:
         body = await asyncio.to_thread(writer.answer, pieces, usage)
     else:
         body = writer.answer(pieces, usage)
@@ -135,7 +136,10 @@ class EventStream(Response):
             async for outputs in answer.stream:
                 events = []
                 for index, piece in answer.take(outputs):
-                    events.append(event(index, piece))
+                    if answer.num_prompt_logprobs > MANY_ENTRIES:  # the first event of a choice echoes them
+                        events.append(await asyncio.to_thread(event, index, piece))
+                    else:
+                        events.append(event(index, piece))
                     num_open -= piece.finish_reason is not None
                 if not num_open:
                     events.append(self._writer.last_events(answer.usage()))

@@ -1,4 +1,4 @@
-"""Answers on the wire: what every writer offers, and the text completions.
+"""Answers on the wire: what every writer offers.
 
 `sse.py` knows only `AnswerWriter`: one writer per answer, streamed or plain, in the words of one API. A chunk's
 unchanging parts are rendered once per answer; per piece there is one bytes join and one JSON string.
@@ -14,11 +14,9 @@ from typing import Any
 
 import orjson
 
-from engine.text import Piece, TokenEntry
-from engine.tokenizer import Tokenizer
+from engine.text import Piece
 from server.assemble import Usage
 from server.protocol.errors import ApiError
-from server.protocol.logprobs import completion_logprobs
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
@@ -83,43 +81,3 @@ class Frame:
 
     def answer(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
         return orjson.dumps(self.common | {"object": self._kind, "choices": choices, "usage": usage.to_wire()})
-
-
-class CompletionWriter(AnswerWriter):
-    """POST /v1/completions."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, model: str, fingerprint: str, logprobs: bool, include_usage: bool
-    ) -> None:
-        self._frame = Frame(
-            "text_completion", id_prefix="cmpl-", model=model, fingerprint=fingerprint, include_usage=include_usage
-        )
-        super().__init__(self._frame.common["id"])
-        self._tokenizer = tokenizer
-        self._logprobs = logprobs
-
-    def event(self, index: int, piece: Piece) -> bytes:
-        logprobs = orjson.dumps(completion_logprobs(self._tokenizer, piece.entries)) if self._logprobs else NULL
-        return b"".join((
-            self._frame.head, b'{"index":%d,"text":' % index, orjson.dumps(piece.text), b',"logprobs":', logprobs,
-            b',"finish_reason":', orjson.dumps(piece.finish_reason), b"}", self._frame.tail,
-        ))  # fmt: skip
-
-    def last_events(self, usage: Usage) -> bytes:
-        return self._frame.last_events(usage)
-
-    def answer(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        choices = []
-        for index, parts in enumerate(pieces):
-            text = "".join(part.text for part in parts)
-            entries = [entry for part in parts for entry in part.entries]
-            choices.append(self._choice(index, text, entries, parts[-1].finish_reason or "stop"))
-        return self._frame.answer(choices, usage)
-
-    def _choice(self, index: int, text: str, entries: Sequence[TokenEntry], finish_reason: str) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": completion_logprobs(self._tokenizer, entries) if self._logprobs else None,
-            "finish_reason": finish_reason,
-        }

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.outputs import SamplingDefaults
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
 
@@ -57,14 +63,19 @@ def _stop(value: object) -> object:
     return tuple(value)
 
 
-def _stop_token_ids(value: object) -> object:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise wrong("must be a list of integers.")
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise wrong(f"must have at most {MAX_STOP_TOKEN_IDS} token ids, got {len(value)}.")
-    return tuple(value)
+def _token_ids(limit: int) -> BeforeValidator:
+    """A list of at most `limit` token ids -> tuple of them."""
+
+    def check(value: object) -> object:
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(type(item) is not int for item in value):
+            raise wrong("must be a list of integers.")
+        if len(value) > limit:
+            raise wrong(f"must have at most {limit} token ids, got {len(value)}.")
+        return tuple(value)
+
+    return BeforeValidator(check)
 
 
 def _logit_bias(value: object) -> object:
@@ -108,13 +119,16 @@ class GenerationRequest(WireModel):
     min_p: float | None = None
     seed: int | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_token_ids)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _token_ids(MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+    logprob_token_ids: Annotated[tuple[int, ...], _token_ids(MAX_LOGPROB_TOKEN_IDS)] = ()
+    logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = None
+    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
@@ -161,6 +175,8 @@ class GenerationRequest(WireModel):
             repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self.logit_bias,
             logprobs=logprobs,
+            logprob_token_ids=self.logprob_token_ids,
+            logprobs_mode="processed" if (self.logprobs_mode or "").startswith("processed") else "raw",
             skip_special_tokens=self.skip_special_tokens is not False,
         )
 

@@ -1,7 +1,7 @@
 """The wire types of /v1/completions.
 
-Answers are written by `server/sse.py` and `server/routes/completions.py` as plain JSON values: per-token pydantic
-would cost more than everything else a token needs on the event loop.
+Answers are written by `server/protocol/completion_writer.py` as plain JSON values: per-token pydantic would cost more
+than everything else a token needs on the event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from engine.outputs import SamplingDefaults
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampling_params import MAX_N, SamplingParams
 from server.protocol.common import GenerationRequest, short, wrong
 from server.protocol.errors import InvalidRequest
 from server.protocol.structured import structured_output
@@ -21,7 +21,7 @@ MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def _prompts(value: object) -> object:
+def read_prompts(value: object, limit: int = MAX_PROMPTS) -> object:
     """Any of the four forms -> tuple of prompts, each a string or a tuple of token ids."""
     if isinstance(value, str):
         return (value,)
@@ -32,8 +32,8 @@ def _prompts(value: object) -> object:
     kinds = set(map(type, value))
     if kinds == {int}:
         return (tuple(value),)
-    if len(value) > MAX_PROMPTS:
-        raise wrong(f"must have at most {MAX_PROMPTS} prompts, got {len(value)}.")
+    if len(value) > limit:
+        raise wrong(f"must have at most {limit} prompts, got {len(value)}.")
     if kinds == {str}:
         return tuple(value)
     if kinds == {list}:
@@ -53,32 +53,65 @@ def _token_ids(value: list[object], index: int) -> tuple[object, ...]:
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(read_prompts)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     suffix: str | None = None
+
+    @property
+    def output_limit(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_told(self) -> int:
+        """Choices per prompt in the answer."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_echoed(self) -> int | None:
+        """Alternatives of each echoed prompt token; None without an echo of logprobs."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def num_prompt_alternatives(self) -> int | None:
+        """What the engine must find for each prompt token; None for nothing."""
+        wanted = [count for count in (self.num_echoed, self.prompt_logprobs) if count is not None]
+        return max(wanted) if wanted else None
 
     def sampling_params(
         self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """As for all; a completion has no reasoning, so the form holds from its first token."""
         params = super().sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
-        structured = structured_output(self)
-        return params if structured is None else replace(params, structured=structured)
+        return replace(
+            params,
+            n=params.n if self.best_of is None else self.best_of,
+            prompt_logprobs=self.num_prompt_alternatives,
+            structured=structured_output(self),
+        )
 
     def check(self) -> None:
         """Raises InvalidRequest for combinations that are wrong or not offered."""
         self.check_common()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of must equal n: other values are not supported.", param="best_of")
-        if self.suffix:
-            raise InvalidRequest("suffix is not supported.", param="suffix")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+        self._check_best_of()
+        if self.suffix and self.echo:
+            raise InvalidRequest("echo together with suffix is not supported.", param="echo")
+        if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
-                f"logprobs must be between 0 and {MAX_LOGPROBS}, got {self.logprobs}.", param="logprobs"
+                "prompt_logprobs is not available when stream is true (echo with logprobs is).",
+                param="prompt_logprobs",
             )
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported yet.", param="echo")
-        if self.echo and self.max_tokens == 0:
-            raise InvalidRequest("max_tokens 0 with echo is not supported yet.", param="max_tokens")
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        if not 1 <= self.best_of <= MAX_N:
+            raise InvalidRequest(f"best_of must be between 1 and {MAX_N}, got {self.best_of}.", param="best_of")
+        if self.best_of < self.num_told:
+            raise InvalidRequest(
+                f"best_of ({self.best_of}) must not be smaller than n ({self.num_told}).", param="best_of"
+            )
+        if self.best_of > self.num_told and self.stream:
+            raise InvalidRequest("best_of cannot be streamed: the best is known at the end.", param="best_of")

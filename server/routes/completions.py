@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from server.front import front_of, read
-from server.protocol.answers import CompletionWriter
-from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from server.fill_middle import FillMiddle
+from server.front import Front, front_of, read
+from server.protocol.completion_writer import CompletionWriter
+from server.protocol.completions import CompletionRequest
+from server.protocol.errors import InvalidRequest
+from server.shown_prompt import ShownPrompt
 
 router = APIRouter()
 
@@ -19,16 +23,58 @@ async def create_completion(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, CompletionRequest, CompletionRequest.check)
     model = front.check_model(body.model)
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    front.check_logprobs(body.logprobs, "logprobs")
+    front.check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+    params = body.sampling_params(front.info.sampling_defaults, max_tokens=body.output_limit, logprobs=body.logprobs)
     params.check_vocabulary(front.info.vocab_size)
-    prompts = await asyncio.to_thread(front.encoder.prompts, body.prompt, max_tokens)
-    echo = [p if isinstance(p, str) else front.tokenizer.decode(p) for p in body.prompt] if body.echo else ()
+    prompts = await asyncio.to_thread(_encode, front, body)
+    _check_prompt_logprobs(front, body, prompts)
+    shown = await asyncio.to_thread(_show, front, body, prompts)
     writer = CompletionWriter(
         front.tokenizer,
+        shown,
+        n=body.num_told,
         model=model,
         fingerprint=front.info.system_fingerprint,
         logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
+        num_prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
     )
-    return await front.generate(request, body, prompts, params, writer, echo=echo)
+    num_kept = body.num_told if params.n > body.num_told else None
+    return await front.generate(request, body, prompts, params, writer, shown=shown, num_kept=num_kept)
+
+
+def _encode(front: Front, body: CompletionRequest) -> list[Sequence[int]]:
+    encoder = front.encoder
+    if not body.suffix:
+        return encoder.prompts(body.prompt, body.output_limit)
+    middle = FillMiddle(front.tokenizer)
+    after = encoder.text(body.suffix, add_special_tokens=False, param="suffix")
+    before = [encoder.text(p, add_special_tokens=False) if isinstance(p, str) else p for p in body.prompt]
+    return encoder.prompts([tuple(middle.prompt(each, after)) for each in before], body.output_limit)
+
+
+def _check_prompt_logprobs(front: Front, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Before anything is computed: what the engine keeps and the answer spells out is bounded."""
+    count = body.num_prompt_alternatives
+    limit = front.settings.max_prompt_logprobs
+    if count is not None and (wanted := sum(map(len, prompts)) * (count + 1) * body.num_told) > limit:
+        raise InvalidRequest(
+            f"This request asks for {wanted} logprobs of prompt tokens, at most {limit} are allowed: send fewer "
+            "prompts or ask for fewer alternatives.",
+            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
+def _show(front: Front, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[ShownPrompt]:
+    hides = body.skip_special_tokens is not False
+    echo = bool(body.echo)
+    shown = []
+    for prompt, token_ids in zip(body.prompt, prompts, strict=True):
+        text = ""
+        if echo:
+            decode = front.tokenizer.decode
+            text = prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=hides)
+        shown.append(ShownPrompt(front.tokenizer, token_ids, text, echo=echo, num_echoed=body.num_echoed))
+    return shown

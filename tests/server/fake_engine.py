@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SamplingDefaults, SequenceOutput, TokenLogprobs
+from engine.outputs import (
+    Delivery,
+    ModelInfo,
+    NotServing,
+    Phase,
+    PromptLogprobs,
+    SamplingDefaults,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.stream import GenerationStream
 from engine.tokenizer import Tokenizer
@@ -39,14 +50,18 @@ MERGES = [
 ]
 
 
-def small_tokenizer(*, adds_bos: bool = False, chat_template: str | None = CHATML) -> Tokenizer:
+def small_tokenizer(
+    *, adds_bos: bool = False, chat_template: str | None = CHATML, more_special: Sequence[str] = ()
+) -> Tokenizer:
     """Ids 0-255 are bytes, then merges, then <s>, <|im_start|>, <|im_end|> (the end of a text)."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(merge) for merge in MERGES]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (BOS, IM_START, IM_END)])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (BOS, IM_START, IM_END, *more_special)]
+    )
     if adds_bos:
         backend.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, len(vocab))])
     return Tokenizer(
@@ -95,6 +110,7 @@ class FakeEngine:
         self.phase = Phase.READY
         self.hung = False
         self.refusal: Exception | None = None
+        self.logprob_of: Callable[[int], float] = lambda choice: -0.5  # of a choice's tokens
         self.fail_after: int | None = None  # deliveries, then every sequence ends with an error
         self.admitted: list[Admitted] = []
         self.compiled: list[StructuredOutput] = []
@@ -116,6 +132,7 @@ class FakeEngine:
             block_size=16,
             kv_bytes_per_token=1,
             num_threads=1,
+            hidden_size=4,
             system_fingerprint="fp_fake",
             sampling_defaults=defaults or SamplingDefaults(),
         )
@@ -148,7 +165,11 @@ class FakeEngine:
             raise NotServing("The engine is not serving.")
         params.check_vocabulary(self.model_info.vocab_size)
         for prompt in prompts:
-            if not prompt or len(prompt) + (params.max_tokens or 1) > self.model_info.max_model_len:
+            if (
+                not prompt
+                or len(prompt) + (1 if params.max_tokens is None else params.max_tokens)
+                > self.model_info.max_model_len
+            ):
                 raise InvalidParameter("prompt", "The prompt has a bad length.")
         self.admitted.append(Admitted(tuple(map(tuple, prompts)), params, cache_salt, label))
         stream = GenerationStream(
@@ -165,13 +186,33 @@ class FakeEngine:
         else:
             self.finished.append(key)
 
+    async def _embed(self, stream: GenerationStream, prompts: Sequence[Sequence[int]]) -> None:
+        """[number of tokens, first, last, -1] of each prompt, the last prompt first."""
+        for index in reversed(range(len(prompts))):
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
+            if self.fail_after is not None and len(prompts) - index > self.fail_after:
+                stream.fail("secret detail of the inside")
+                return
+            prompt = prompts[index]
+            vector = struct.pack("<4f", len(prompt), prompt[0], prompt[-1], -1.0)
+            stream.put((SequenceOutput(index, 0, finish_reason="length", embedding=vector, num_cached_tokens=2),))
+
     async def _run(self, stream: GenerationStream, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        if params.pooling is not None:
+            await self._embed(stream, prompts)
+            return
         left = {
             (p, c): list(self._sequence(prompt, params, p, c))
             for p, prompt in enumerate(prompts)
             for c in range(params.n)
         }
         deliveries = 0
+        if params.prompt_logprobs is not None:
+            for p, prompt in enumerate(prompts):
+                for chunk in _scores(prompt, params.prompt_logprobs):
+                    stream.put((SequenceOutput(p, 0, prompt_logprobs=(chunk,)),))
+                    await asyncio.sleep(0)
         while left and not stream.ended:
             if self.fail_after is not None and deliveries >= self.fail_after:
                 stream.fail("secret detail of the inside")
@@ -187,7 +228,9 @@ class FakeEngine:
 
     def _sequence(self, prompt: Sequence[int], params: SamplingParams, p: int, c: int) -> list[int]:
         """The scripted tokens, cut by max_tokens, end of text and stop tokens; each with how it ends."""
-        limit = params.max_tokens or self.model_info.max_model_len - len(prompt)
+        limit = self.model_info.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        if limit == 0:
+            return []
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.eos_token_ids))
         said: list[int] = []
         for token_id in self.script(prompt, p, c):
@@ -203,7 +246,7 @@ class FakeEngine:
         taken, rest = left[key][:count], left[key][count:]
         self.num_delivered_tokens += len(taken)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.eos_token_ids))
-        by_token = not rest and taken[-1] in ends
+        by_token = bool(taken) and not rest and taken[-1] in ends
         left[key] = rest
         if not rest:
             del left[key]
@@ -215,11 +258,25 @@ class FakeEngine:
         return SequenceOutput(
             *key,
             token_ids=tuple(taken),
-            logprobs=(-0.5,) * len(taken),
+            logprobs=(self.logprob_of(key[1]),) * len(taken),
             top_logprobs=top,
             finish_reason=None if rest else ("stop" if by_token else "length"),
             stop_token_id=taken[-1] if by_token else None,
             num_cached_tokens=2,
+        )
+
+
+def _scores(prompt: Sequence[int], num_top: int) -> Iterator[PromptLogprobs]:
+    """Token i has the logprob -i and the rank i; its alternatives are the ids before its own. In chunks of three."""
+    places = range(1, len(prompt))
+    for start in range(0, len(places), 3):
+        part = places[start : start + 3]
+        yield PromptLogprobs(
+            num_top,
+            array("f", [-float(i) for i in part]),
+            array("i", part),
+            array("i", [max(prompt[i] - k, 0) for i in part for k in range(1, num_top + 1)]),
+            array("f", [-float(i) - k for i in part for k in range(1, num_top + 1)]),
         )
 
 

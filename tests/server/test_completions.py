@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.outputs import SamplingDefaults
+from server.protocol.logprobs import token_text
 from tests.server.fake_engine import FakeEngine, Script, says, small_tokenizer
 from tests.server.harness import client_of, error_of, stream
 
@@ -40,7 +41,7 @@ def babble(seed: int) -> Script:
 )
 async def test_stream_equals_plain(seed: int, echo: bool, logprobs: int | None, **fields: Any) -> None:
     body = {"prompt": fields["prompts"], **{k: fields[k] for k in ("n", "stop", "max_tokens")}}
-    body |= {"logprobs": logprobs} if not echo else {"echo": True}
+    body |= {"logprobs": logprobs, "echo": echo, "return_token_ids": True}
     engine = FakeEngine(babble(seed), tokenizer=TOKENIZER, splits=random.Random(seed))
     async with client_of(engine) as client:
         plain = (await client.post(PATH, json=body)).json()
@@ -51,7 +52,12 @@ async def test_stream_equals_plain(seed: int, echo: bool, logprobs: int | None, 
         assert events.text(index) == choice["text"]
         assert events.finish(index) == choice["finish_reason"]
         assert not echo or choice["text"].startswith(body["prompt"][index // body["n"]])
-        if logprobs is not None and not echo:
+        streamed_ids = [t for c in events.choices(index) for t in c["token_ids"]]
+        assert streamed_ids == choice["token_ids"]
+        prompt_ids = [c["prompt_token_ids"] for c in events.choices(index) if "prompt_token_ids" in c]
+        assert prompt_ids == [choice["prompt_token_ids"]] == [TOKENIZER.encode(body["prompt"][index // body["n"]])]
+        if logprobs is not None:
+            assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"]) + len(prompt_ids[0]) * echo
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
                 streamed = [item for c in events.choices(index) for item in c["logprobs"][key]]
                 assert streamed == choice["logprobs"][key]
@@ -191,7 +197,6 @@ async def test_raw_prompts_may_spell_control_tokens() -> None:
         ({"n": "two"}, "n"),
         ({"n": True}, "n"),
         ({"n": 129}, "n"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
@@ -235,15 +240,25 @@ async def test_raw_prompts_may_spell_control_tokens() -> None:
         ({"stream": "maybe"}, "stream"),
         ({"echo": "perhaps"}, "echo"),
         ({"model": 5}, "model"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 0}, "best_of"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": -2}, "best_of"),
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end", "echo": True}, "echo"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": 1000}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1] * 129, "logprobs": 0}, "logprob_token_ids"),
+        ({"logprob_token_ids": [9999], "logprobs": 0}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1.5], "logprobs": 0}, "logprob_token_ids"),
+        ({"logprobs_mode": "cooked", "logprobs": 0}, "logprobs_mode"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream_options": {"include_usage": 5}, "stream": True}, "stream_options.include_usage"),
         ({"stream_options": [], "stream": True}, "stream_options"),
@@ -280,3 +295,98 @@ async def test_a_huge_text_is_refused_by_its_characters() -> None:
     assert error["code"] == "context_length_exceeded"
     assert "64" in error["message"]
     assert "400000 characters" in error["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("prompt", ["the é", [104, 3, 256]])
+async def test_echo_with_logprobs(prompt: Any, max_tokens: int) -> None:
+    engine = FakeEngine(says("xyz", TOKENIZER), tokenizer=TOKENIZER)
+    async with client_of(engine) as client:
+        body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+        answer = (await client.post(PATH, json=body)).json()
+    ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    text = prompt if isinstance(prompt, str) else TOKENIZER.decode(prompt)
+    [choice] = answer["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == text + "xyz"[:max_tokens]
+    assert choice["finish_reason"] == "length"
+    assert logprobs["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids))), *[-0.5] * max_tokens]
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(top) == 3 for top in logprobs["top_logprobs"][1 : len(ids)])
+    assert logprobs["tokens"][: len(ids)] == [token_text(TOKENIZER, token_id) for token_id in ids]
+    assert logprobs["text_offset"][len(ids) :] == [len(text) + i for i in range(max_tokens)]
+    assert logprobs["text_offset"][0] == 0
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert engine.admitted[0].params.prompt_logprobs == 2
+
+
+async def test_offsets_count_from_the_start_of_the_prompt_as_it_was_sent() -> None:
+    tokenizer = small_tokenizer(adds_bos=True)
+    engine = FakeEngine(says("x", tokenizer), tokenizer=tokenizer)
+    async with client_of(engine) as client:
+        body = {"prompt": "a<|im_end|>b", "echo": True, "logprobs": 0, "max_tokens": 1}
+        [choice] = (await client.post(PATH, json=body)).json()["choices"]
+    assert choice["text"] == "a<|im_end|>bx"
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "<|im_end|>", "b", "x"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 11, 12]
+
+
+async def test_prompt_logprobs_in_vllms_shape() -> None:
+    engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+    async with client_of(engine) as client:
+        body = {"prompt": [[70, 71, 72], [73]], "n": 2, "prompt_logprobs": 1, "max_tokens": 1}
+        answer = (await client.post(PATH, json=body)).json()
+    one, same, alone, _ = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert one == same
+    assert alone == [None]
+    assert one[0] is None
+    assert one[1] == {
+        "71": {"logprob": -1.0, "rank": 1, "decoded_token": TOKENIZER.decode([71])},
+        "70": {"logprob": -2.0, "rank": 1, "decoded_token": TOKENIZER.decode([70])},
+    }
+    assert set(one[2]) == {"71", "72"}
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+async def test_the_best_of_several_by_mean_logprob() -> None:
+    engine = FakeEngine(lambda prompt, p, c: [TOKENIZER.encode("abcde")[c]] * (c + 1), tokenizer=TOKENIZER)
+    engine.logprob_of = lambda choice: (-3.0, -1.0, -2.0, -1.0)[choice]
+    async with client_of(engine) as client:
+        body = {"prompt": ["1", "2"], "n": 2, "best_of": 4, "max_tokens": 9, "ignore_eos": True}
+        answer = (await client.post(PATH, json=body)).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(0, "bb"), (1, "dddd"), (2, "bb"), (3, "dddd")]
+    assert answer["usage"]["completion_tokens"] == 2 * (1 + 2 + 3 + 4)
+
+
+async def test_a_thousand_prompts_in_one_request() -> None:
+    engine = FakeEngine(lambda prompt, p, c: [prompt[0]], tokenizer=TOKENIZER)
+    async with client_of(engine) as client:
+        body = {"prompt": [[i % 200, 1] for i in range(1024)], "max_tokens": 1, "echo": True, "logprobs": 0}
+        answer = (await client.post(PATH, json=body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(1024))
+    assert all(choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5] for choice in answer["choices"])
+
+
+async def test_the_operator_sets_the_limits_of_logprobs() -> None:
+    engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+    async with client_of(engine, max_logprobs=100, max_prompt_logprobs=50) as client:
+        assert (await client.post(PATH, json={"prompt": "a", "logprobs": 100})).status_code == 200
+        error_of(await client.post(PATH, json={"prompt": "a", "logprobs": 101}))
+        body = {"prompt": [[1] * 5, [2] * 5], "echo": True, "logprobs": 4, "max_tokens": 0}
+        assert (await client.post(PATH, json=body)).status_code == 200
+        assert error_of(await client.post(PATH, json=body | {"n": 2}))["param"] == "logprobs"
+        assert error_of(await client.post(PATH, json=body | {"prompt_logprobs": 5}))["param"] == "prompt_logprobs"
+
+
+async def test_suffix_in_the_tokens_of_the_model() -> None:
+    tokenizer = small_tokenizer(adds_bos=True, more_special=("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    engine = FakeEngine(says("x", tokenizer), tokenizer=tokenizer)
+    async with client_of(engine) as client:
+        for prompt in ("a", [98]):
+            assert (await client.post(PATH, json={"prompt": prompt, "suffix": "b"})).status_code == 200
+    marks = [tokenizer.token_id(text) for text in ("<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>")]
+    a, b = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab")
+    bos, before, after, middle = marks
+    assert [admitted.prompts[0] for admitted in engine.admitted] == [
+        (bos, before, each, after, b, middle) for each in (a, 98)
+    ]

@@ -11,7 +11,7 @@ import pytest
 
 from engine.outputs import Phase
 from server.app import create_app
-from server.protocol.answers import CompletionWriter
+from server.protocol.completion_writer import CompletionWriter
 from server.settings import Settings
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import Events, eventually
