@@ -139,6 +139,7 @@ class ModelInfo:
     block_size: int
     kv_bytes_per_token: int
     num_threads: int
+    hidden_size: int = 0  # of an embedding
     numeric_profile: dict[str, str] = field(default_factory=dict)  # spelled out; hashed into system_fingerprint
     system_fingerprint: str = ""
     batch_invariant: bool = True

@@ -21,6 +21,7 @@ class Computation(Protocol):
 
     layers: tuple[PagedLayer, ...]
     vocab_size: int
+    hidden_size: int
     dtype: torch.dtype
 
     def cover(self, num_positions: int) -> None:
@@ -49,6 +50,7 @@ class Backbone:
         self.model = model
         self.layers = model.layers
         self.vocab_size = model.vocab_size
+        self.hidden_size = model.hidden_size
         self.dtype = model.dtype
         self.num_parameters = num_parameters
         self.batch_invariant = batch_invariant

@@ -232,6 +232,7 @@ class FusedModel:
         weights = _Weights(tensors, recipe)
         self._embedding = weights.tensor(EMBEDDING).clone()
         self.vocab_size = recipe.vocab_size
+        self.hidden_size = self._embedding.shape[1]
         self.dtype = self._embedding.dtype
         self._backend = backend
         scale = recipe.embedding_scale

@@ -29,6 +29,7 @@ class TreeModel:
         """Raises StartError if the tree attends in a way the paged cache cannot serve."""
         self.tree = tree
         self.vocab_size = int(tree.config.vocab_size)
+        self.hidden_size = int(tree.config.hidden_size)
         self.dtype: torch.dtype = tree.get_input_embeddings().weight.dtype
         self._keeps_logits = "logits_to_keep" in inspect.signature(tree.forward).parameters
         self._body_name = _body_name(tree)

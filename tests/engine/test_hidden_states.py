@@ -32,6 +32,7 @@ def test_hidden_states_are_what_the_head_sees(name: str, way: Way) -> None:
     inputs = torch.tensor(ids), torch.arange(21)
     run = PagedRun(backbone)
     hidden = backbone.hidden_states(*inputs, run.metadata_for([(0, ids)]))
+    assert hidden.shape == (21, backbone.hidden_size)
     assert relative(hidden, head_input(name, ids)) < 1e-5
     wanted = torch.tensor([20, 3, 4])
     run = PagedRun(backbone)

@@ -1,0 +1,141 @@
+"""POST /v1/embeddings: one vector per input, pooled from the model's last hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive
+
+from engine.outputs import QueueFull, RequestFailed
+from engine.sampling_params import SamplingParams
+from server.engine_port import Generation
+from server.front import Front, front_of, read
+from server.observe import Observer
+from server.protocol.embeddings import EmbeddingRequest
+
+CLIENT_CLOSED = 499  # what proxies log for a client that went away
+INPUTS_AT_ONCE = 128  # handed to the engine together: a long list must not fill the queue for everybody
+TOKENS_AT_ONCE = 1 << 18
+RETRY_S = 0.05  # the rest of a request that has begun waits for room in the queue
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(request: Request) -> Response:
+    """Embed one or more inputs."""
+    front = front_of(request)
+    body = await read(request, EmbeddingRequest)
+    model = front.check_model(body.model)
+    settings = front.settings
+    body.check_dimensions(front.info.hidden_size, may_shorten=settings.embedding_dimensions)
+    params = SamplingParams(max_tokens=0, pooling=body.pooling or settings.embedding_pooling)
+    add_special = body.add_special_tokens is not False
+    prompts = await asyncio.to_thread(front.encoder.inputs, body.input, add_special_tokens=add_special)
+    job = _Job(front, prompts, params, body.cache_salt or "", request)
+    vectors = await job.run(request.receive)
+    if vectors is None:
+        return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
+    answer = await asyncio.to_thread(body.answer, vectors, model=model, num_prompt_tokens=sum(map(len, prompts)))
+    return Response(answer, media_type="application/json")
+
+
+class _Job:
+    """The prompts of one request on their way through the engine."""
+
+    def __init__(
+        self, front: Front, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str, request: Request
+    ) -> None:
+        self._front = front
+        self._prompts = prompts
+        self._params = params
+        self._salt = salt
+        state = request.scope.get("state", {})
+        self._label = str(state.get("request_id", ""))
+        self._observer = Observer(front.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
+        self._vectors: list[bytes] = []
+        self._num_cached = 0
+
+    async def run(self, receive: Receive) -> list[bytes] | None:
+        """One vector per prompt; None when the client left. Raises QueueFull, NotServing, ApiError."""
+        work = asyncio.create_task(self._all())
+        watch = asyncio.create_task(_disconnect(receive))
+        failed = False
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            self._front.metrics.client_disconnected()
+            return None
+        except Exception:
+            failed = True
+            raise
+        finally:
+            work.cancel()
+            watch.cancel()
+            self._count(failed)
+
+    async def _all(self) -> list[bytes]:
+        for start, end in _portions([len(prompt) for prompt in self._prompts]):
+            try:
+                await self._some(start, self._prompts[start:end])
+            except RequestFailed as error:
+                raise self._front.error_view(error) from error
+        return self._vectors
+
+    async def _some(self, start: int, prompts: Sequence[Sequence[int]]) -> None:
+        found: dict[int, bytes] = {}
+        stream = await self._admitted(start, prompts)
+        try:
+            async for outputs in stream:
+                for output in outputs:
+                    if output.finish_reason in ("error", "abort"):
+                        raise RequestFailed(output.error or "The request was aborted.")
+                    if output.embedding is not None:
+                        found[output.prompt_index] = output.embedding
+                        self._num_cached += output.num_cached_tokens
+                        self._observer.took(start + output.prompt_index, 0, 0, "stop")
+        finally:
+            stream.close()
+        self._vectors += [found[index] for index in range(len(prompts))]
+
+    async def _admitted(self, start: int, prompts: Sequence[Sequence[int]]) -> Generation:
+        """The first prompts are refused where there is no room; the others wait for it."""
+        while True:
+            try:
+                return self._front.engine.generate(prompts, self._params, cache_salt=self._salt, label=self._label)
+            except QueueFull:
+                if not start:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+    def _count(self, failed: bool) -> None:
+        num_done = len(self._vectors)
+        self._observer.ended(
+            sum(map(len, self._prompts)),
+            0,
+            self._num_cached,
+            num_unfinished=len(self._prompts) - num_done,
+            failed=failed,
+        )
+
+
+def _portions(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, end) of the inputs that go to the engine together."""
+    portions: list[tuple[int, int]] = []
+    start = num_tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and (index - start == INPUTS_AT_ONCE or num_tokens + length > TOKENS_AT_ONCE):
+            portions.append((start, index))
+            start, num_tokens = index, 0
+        num_tokens += length
+    return [*portions, (start, len(lengths))]
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has gone. The body was read before, so nothing else is awaited here."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
