@@ -127,8 +127,8 @@ class MessagesRequest(WireModel):
         if self.max_tokens is None:
             told = "You must provide the parameter max_tokens."
             raise InvalidRequest(told, param="max_tokens", code="missing_required_parameter")
-        if self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+        if self.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens must be at least 0, got {self.max_tokens}.", param="max_tokens")
         return self.max_tokens
 
     def for_chat(self, ignored: Ignored, *, late_system: bool) -> ChatRequest:
