@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from server.parsers.blocks import BlockCalls
 from server.parsers.json_text import expect, pass_value, read_string, skip_space
 from server.parsers.schema import Tools
-from server.parsers.script import Malformed, Marks, Reading, Script, Sink, new_call_id
+from server.parsers.script import Malformed, Reading, new_call_id
 
 _NAMES = ("name", "tool_name", "function")
 _ARGUMENTS = ("arguments", "parameters")
@@ -37,48 +38,26 @@ class _Call:
     has_arguments: bool = False
 
 
-class JsonCalls(Script):
+class JsonCalls(BlockCalls):
     def __init__(self, marks: JsonMarks, tools: Tools, new_id: Callable[[], str] = new_call_id) -> None:
+        super().__init__(marks.open, marks.close, new_id)
         self._marks = marks
-        self._open = Marks(marks.open)
-        self._close = Marks((*marks.close, *marks.open))
         self._tools = tools
-        super().__init__(new_id)
-        self._broken: Sink = self.out.content  # where the rest of a broken call goes
 
     def script(self) -> Reading[None]:
-        mark: str | None = None
-        if self._marks.bare:
-            mark = yield from self._block("", bare=True)
-        while mark := mark or (yield from self.reader.until(self._open, self.out.content)):
-            mark = yield from self._block(mark)
+        mark = (yield from self.block("")) if self._marks.bare else None
+        yield from self.read_on(mark)
 
-    def _block(self, mark: str, *, bare: bool = False) -> Reading[str | None]:
-        """The calls after an opening mark. What is none becomes content, with the mark if no call came. Gives the
-        next opening mark if it was met on the way."""
-        self.reader.remember(mark)
-        try:
-            yield from self.calls(bare=bare)
-        except Malformed:
-            if not self.give_up():
-                return (yield from self.skip_broken())
-        return None
-
-    def skip_broken(self) -> Reading[str | None]:
-        """After a call that began and broke: up to the next mark, arguments get the rest as the model wrote it."""
-        mark = yield from self.reader.until(self._close, self._broken)
-        return mark if mark in self._marks.open else None
-
-    def calls(self, *, bare: bool = False) -> Reading[None]:
-        """Objects and lists of them up to the close mark; without one, the end of the outermost. Raises Malformed
-        with the text remembered if something else comes first."""
+    def calls(self, mark: str) -> Reading[None]:
+        """Objects and lists of them up to the close mark; without one, the end of the outermost."""
+        bare = not mark
         reader, depth, num_before = self.reader, 0, self.out.num_calls
         while True:
             character = yield from skip_space(reader)
             has_calls = self.out.num_calls > num_before
-            if (mark := (yield from reader.starts(self._close))) is not None:
+            if found := (yield from reader.starts(self._any)):
                 bare = False
-                if mark in self._marks.close:
+                if found in self._marks.close:
                     break
             elif character == "{":
                 if has_calls:  # each later call is remembered on its own
@@ -97,12 +76,12 @@ class JsonCalls(Script):
         if self.out.num_calls == num_before:
             raise Malformed
         trail = reader.forget() or ""
-        if mark is None and not trail.strip():
+        if not found and not trail.strip():
             self.out.content(trail)
 
     def call(self, call: _Call) -> Reading[None]:
         """One object. Raises Malformed, with the text remembered unless the call began."""
-        self._broken = self.out.content
+        self.broken = self.out.content
         try:
             yield from self._object(call, 0)
         except Malformed:
@@ -152,9 +131,9 @@ class JsonCalls(Script):
             yield from pass_value(self.reader, _drop)
             sink("{}")
         else:
-            self._broken = sink
+            self.broken = sink
             yield from pass_value(self.reader, sink)
-            self._broken = self.out.content
+            self.broken = self.out.content
 
     def _begin(self, call: _Call) -> None:
         self.begin(call.name or "")

@@ -41,6 +41,7 @@ FORMATS: dict[str, ReasoningFormat] = {
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("thinking", "<thinking>", "</thinking>"),
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>"),
     )
 }
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_ALL = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
+ALL = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _MAX_REFS = 16
 MAX_LITERAL_CHARS = 10_000  # Python's own parser is asked only about what it can read quickly
@@ -31,21 +31,27 @@ class Tools:
     def names(self) -> Iterable[str]:
         return self.schemas.keys()
 
+    def arguments(self, name: str) -> list[str]:
+        """Names of a tool's arguments, in the order of its schema."""
+        schema = self.schemas.get(name)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return list(properties) if isinstance(properties, dict) else []
+
     def types(self, name: str, argument: str) -> frozenset[str]:
         """JSON types the argument may have; all of them where the schema does not say."""
         root = self.schemas.get(name)
         properties = root.get("properties") if isinstance(root, dict) else None
         schema = properties.get(argument) if isinstance(properties, dict) else None
-        return _types(schema, root, _MAX_REFS) if isinstance(schema, dict) else _ALL
+        return _types(schema, root, _MAX_REFS) if isinstance(schema, dict) else ALL
 
 
 def _types(schema: object, root: object, refs: int) -> frozenset[str]:
     if not isinstance(schema, dict) or refs < 0:
-        return _ALL
+        return ALL
     named = schema.get("type")
     if isinstance(named, (str, list)):
-        types = frozenset([named] if isinstance(named, str) else filter(lambda t: isinstance(t, str), named)) & _ALL
-        return types or _ALL
+        types = frozenset([named] if isinstance(named, str) else filter(lambda t: isinstance(t, str), named)) & ALL
+        return types or ALL
     if "const" in schema or isinstance(schema.get("enum"), list):
         return frozenset(map(type_of, schema.get("enum") or [schema.get("const")]))
     if isinstance(reference := schema.get("$ref"), str):
@@ -53,8 +59,8 @@ def _types(schema: object, root: object, refs: int) -> frozenset[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(choices := schema.get(key), list) and choices:
             found = [_types(choice, root, refs - 4) for choice in choices[:64]]
-            return frozenset.intersection(*found) or _ALL if key == "allOf" else frozenset.union(*found)
-    return _ALL
+            return frozenset.intersection(*found) or ALL if key == "allOf" else frozenset.union(*found)
+    return ALL
 
 
 def _resolve(reference: str, root: object) -> object:

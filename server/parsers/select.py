@@ -12,6 +12,7 @@ from engine.config import StartError
 from engine.sampling_params import StructuredOutput
 from engine.tokenizer import Tokenizer
 from server.parsers import forced as grammars
+from server.parsers import harmony
 from server.parsers.base import OutputParser
 from server.parsers.formats import KINDS, Kind
 from server.parsers.reasoning import FORMATS, ReasoningFormat
@@ -30,6 +31,11 @@ class ToolFormat:
     @property
     def name(self) -> str:
         return self.kind.name
+
+    @property
+    def always(self) -> bool:
+        """Whether text without calls needs the parser, too."""
+        return self.kind.always
 
     def parser(self, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
         """Content and calls of one choice; argument values follow the tools' schemas."""
@@ -117,10 +123,17 @@ def _reasoning(template: str, name: str | None) -> ReasoningFormat | None:
     if name == "none":
         return None
     if name is None or name == "auto":
-        return next((f for f in FORMATS.values() if f.end in template and f.name != "thinking"), None)
+        return next((f for f in FORMATS.values() if _writes(template, f)), None)
     if name not in FORMATS:
         raise StartError(f"--reasoning-parser {name}: there is {_list(FORMATS)}.")
     return FORMATS[name]
+
+
+def _writes(template: str, known: ReasoningFormat) -> bool:
+    """Harmony's marks stand apart in templates; tags that nobody closes are another format's instructions."""
+    if known.name == "harmony":
+        return harmony.CHANNEL in template and harmony.MESSAGE in template
+    return known.end in template
 
 
 def _list(names: Mapping[str, object]) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from server.parsers.formats import KINDS
-from tests.server.parsers.cuts import TOOLS, Maker, every_cut, values
 from server.parsers.schema import Tools
+from tests.server.parsers.cuts import TOOLS, Maker, every_cut, values
 
 
 def maker(name: str) -> Maker:
@@ -17,7 +17,8 @@ def maker(name: str) -> Maker:
 HERMES: list[tuple[str, str, list[tuple[str, Any]]]] = [
     ("Plain words, no call.\n", "Plain words, no call.\n", []),
     (
-        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀 {[\\"", "days": 2}}\n</tool_call>',
+        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 😀 {[\\"", "days": 2}}\n'
+        "</tool_call>",
         "I look.",
         [("get_weather", {"city": 'Köln 😀 {["', "days": 2})],
     ),
