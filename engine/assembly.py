@@ -23,6 +23,7 @@ from engine.models.loader import LoadedModel, load_model
 from engine.outputs import ModelInfo
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.structured import GrammarStore
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagemill.engine")
@@ -34,6 +35,7 @@ class EngineParts:
     scheduler: Scheduler
     tokenizer: Tokenizer
     info: ModelInfo
+    grammars: GrammarStore | None = None  # None: no structured output
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +79,20 @@ def _load_engine(config: EngineConfig) -> EngineParts:
     started = time.monotonic()
     kv_cache = KVCache(backbone.layers, num_blocks, block_size, backbone.dtype)
     vocab_size = min(backbone.vocab_size, model.tokenizer.vocab_size)
+    eos_token_ids = _within(model.eos_token_ids, vocab_size)
+    grammars = GrammarStore(model.tokenizer, vocab_size, eos_token_ids, config.structured)
     runner = ModelRunner(
         backbone,
         kv_cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
+        grammars=grammars,
     )
     runner.warm_up(config.scheduler.max_num_batched_tokens)
     seconds = {**model.load_seconds, "warm_up": time.monotonic() - started}
-    info = _describe(config, model, max_model_len, vocab_size, num_blocks, seconds)
-    return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info)
+    info = _describe(config, model, max_model_len, vocab_size, eos_token_ids, num_blocks, seconds)
+    return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info, grammars)
 
 
 def _select_isa(name: str) -> None:
@@ -139,6 +144,7 @@ def _describe(
     model: LoadedModel,
     max_model_len: int,
     vocab_size: int,
+    eos_token_ids: tuple[int, ...],
     num_blocks: int,
     seconds: dict[str, float],
 ) -> ModelInfo:
@@ -161,13 +167,14 @@ def _describe(
         architecture=model.architecture,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=_within(model.eos_token_ids, vocab_size),
+        eos_token_ids=eos_token_ids,
         dtype=profile["dtype"],
         num_parameters=backbone.num_parameters,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         kv_bytes_per_token=bytes_per_token(backbone.layers, backbone.dtype),
         num_threads=torch.get_num_threads(),
+        hidden_size=backbone.hidden_size,
         numeric_profile=profile,
         system_fingerprint="fp_" + hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest(),
         batch_invariant=backbone.batch_invariant,

@@ -27,7 +27,7 @@ from engine.outputs import (
     QueueFull,
     SequenceOutput,
 )
-from engine.sampling_params import InvalidParameter, SamplingParams
+from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stream import GenerationStream
@@ -48,6 +48,7 @@ class AsyncEngine:
         self._phase = Phase.STARTING
         self._parts: EngineParts | None = None
         self._streams: dict[int, GenerationStream] = {}
+        self._forms: dict[int, StructuredOutput] = {}  # of the streams that have one
         self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
         self._listeners: list[Callable[[Delivery], None]] = []
         self._num_waiting = 0  # admitted sequences that have not produced a token
@@ -114,6 +115,8 @@ class AsyncEngine:
         self._end_all("The server is shutting down.")
         if self._phase is not Phase.DEAD:
             self._phase = Phase.DRAINING
+        if self._parts is not None and self._parts.grammars is not None:
+            self._parts.grammars.close()
         self._loop.post(Stop())
         deadline = time.monotonic() + STOP_S
         while self._loop.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110  # a thread sets no asyncio.Event
@@ -155,6 +158,18 @@ class AsyncEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
+    async def compile(self, structured: StructuredOutput) -> bool:
+        """Make the grammar of a text's form ready, beside the event loop and the engine thread; True if it was.
+        Equal forms are compiled once.
+
+        Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
+        if self._phase is not Phase.READY:
+            raise NotServing(f"The engine is {self._phase.value}.")
+        grammars = self._loaded.grammars
+        if grammars is None:
+            raise InvalidParameter(structured.param, f"{structured.param}: this engine holds no text to a form.")
+        return await grammars.compile(structured)
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
     ) -> GenerationStream:
@@ -168,6 +183,8 @@ class AsyncEngine:
         num_sequences = len(prompts) * params.n
         num_tokens = sum(map(len, prompts)) * params.n
         self._admit(num_sequences, num_tokens)
+        if params.structured is not None and self._loaded.grammars is not None:
+            self._loaded.grammars.acquire(params.structured)
         now = time.monotonic()
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stream_id = next(self._stream_ids)
@@ -188,6 +205,8 @@ class AsyncEngine:
             for index, prompt in enumerate(prompts)
         )
         self._streams[stream_id] = stream
+        if params.structured is not None:
+            self._forms[stream_id] = params.structured
         self._num_waiting += num_sequences
         self._num_waiting_tokens += num_tokens
         self._idle.clear()
@@ -197,6 +216,9 @@ class AsyncEngine:
     def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         info = self.model_info
         params.check_vocabulary(info.vocab_size)
+        if params.structured is not None and params.beam is not None:
+            param = params.structured.param
+            raise InvalidParameter(param, f"{param} cannot be combined with beam search.")
         if not prompts:
             raise InvalidParameter("prompt", "At least one prompt is needed.")
         for prompt in prompts:
@@ -262,6 +284,9 @@ class AsyncEngine:
         self._num_waiting_tokens -= num_tokens
         if stream.ended:
             self._streams.pop(stream.stream_id, None)
+            structured = self._forms.pop(stream.stream_id, None)
+            if structured is not None and self._loaded.grammars is not None:
+                self._loaded.grammars.release(structured)
             if not self._streams:
                 self._idle.set()
 

@@ -93,11 +93,21 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredConfig:
+    """Grammars: what one may cost, and what all of them may hold."""
+
+    max_grammar_bytes: int = 256 << 10  # a schema, pattern, list of choices or grammar, as text
+    compile_timeout_s: float = 2.0  # CPU time to compile one
+    cache_bytes: int = 256 << 20  # compiled grammars that are kept
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
     step_timeout_s: float = 60.0  # a step that takes longer makes the engine unhealthy
 
     @staticmethod
@@ -110,6 +120,7 @@ class EngineConfig:
             "cache": CacheConfig,
             "scheduler": SchedulerConfig,
             "device": DeviceConfig,
+            "structured": StructuredConfig,
         }
         homes = {f.name: section for section, cls in sections.items() for f in fields(cls)}
         values: dict[str, Any] = {section: {} for section in sections}

@@ -85,6 +85,8 @@ class LLM:
             return []
         completions = [[Completion() for _ in range(params.n)] for _ in ids]
         assemblers = [[Assembler(self._engine.tokenizer, params) for _ in range(params.n)] for _ in ids]
+        if params.structured is not None:
+            await self._engine.compile(params.structured)
         stream = self._engine.generate(ids, params)
         try:
             with tqdm(total=len(ids) * params.n, disable=not progress, unit="seq") as bar:

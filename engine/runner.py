@@ -20,6 +20,7 @@ from engine.sampling.logits import RowContext
 from engine.sampling.logprobs import score_prompt
 from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.sampling_params import SamplingParams
+from engine.structured import GrammarStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,19 @@ class ModelRunner:
     """vocab_size: token ids that may be sampled, at most the model's."""
 
     def __init__(
-        self, backbone: Backbone, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int, vocab_size: int
+        self,
+        backbone: Backbone,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self.backbone = backbone
         self.kv_cache = kv_cache
         self.table = RowTable(max_num_seqs, max_model_len, kv_cache.block_size)
-        self.sampler = Sampler(max_num_seqs, vocab_size)
+        self.sampler = Sampler(max_num_seqs, vocab_size, grammars)
         self.pooler = Pooler()
 
     @torch.inference_mode()
@@ -50,6 +58,7 @@ class ModelRunner:
         self.table.apply(batch)
         for new in batch.new_rows:
             self.sampler.rows.set(new.row, new.params, new.seed_key, new.eos_token_ids)
+            self.sampler.grammars.clear(new.row)
             self.pooler.begin(new)
         self.kv_cache.copy_blocks(batch.block_copies)
         forward = ForwardBatch.build(batch, self.table)

@@ -304,13 +304,15 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = collected.now
         reason = sequence.append(token_id)
+        if row.ends:
+            reason = "stop"
         collected.tell(
             sequence,
             token_ids=row.token_ids,
             logprobs=row.logprobs,
             top_logprobs=row.top_logprobs,
             finish_reason=reason,
-            stop_token_id=token_id if reason == "stop" else None,
+            stop_token_id=token_id if reason == "stop" and token_id in sequence.request.stop_ids else None,
             prompt_logprobs=row.prompt_logprobs,
         )
         if reason is not None:

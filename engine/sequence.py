@@ -49,7 +49,9 @@ class Request:
         self.params = params
         self.cache_salt = cache_salt
         self.arrival_s = arrival_s
-        self.eos_token_ids = () if params.ignore_eos else tuple(eos_token_ids)
+        # a form may leave nothing but its end: it ends the text then, wanted or not
+        ignores_eos = params.ignore_eos and params.structured is None
+        self.eos_token_ids = () if ignores_eos else tuple(eos_token_ids)
         self.stop_ids = frozenset(self.eos_token_ids) | frozenset(params.stop_token_ids)
         self.num_cached_tokens: int | None = None
         self.sequences = tuple(

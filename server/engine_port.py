@@ -56,8 +56,8 @@ class Engine(Protocol):
 
     def add_listener(self, callback: Callable[[Delivery], None]) -> None: ...
 
-    async def compile(self, structured: StructuredOutput) -> None:
-        """Make the grammar of a text's form ready, before `generate` is called with it.
+    async def compile(self, structured: StructuredOutput) -> bool:
+        """Make the grammar of a text's form ready, before `generate` is called with it; True if it was.
 
         Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.outputs import Phase
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.tokenizer import StopStrings
 from server.assemble import Answer
 from server.encode import PromptEncoder
@@ -91,7 +91,7 @@ class Front:
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
         if params.structured is not None:
-            await self.engine.compile(params.structured)
+            await self._compile(params.structured)
         stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
         label = _name_exchange(state, writer.id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
@@ -108,6 +108,17 @@ class Front:
             keep_alive_s=self.settings.sse_keep_alive,
             error_view=self.error_view,
         )
+
+    async def _compile(self, structured: StructuredOutput) -> None:
+        """Before admission, so that a bad grammar is a plain 400 also for a stream. Raises InvalidParameter,
+        QueueFull, NotServing."""
+        started = time.monotonic()
+        try:
+            cached = await self.engine.compile(structured)
+        except InvalidParameter:
+            self.metrics.grammar_failed()
+            raise
+        self.metrics.grammar(time.monotonic() - started, cached=cached)
 
     def error_view(self, error: Exception) -> ApiError:
         """An engine that is on its way out fails requests of no fault of theirs: 503, try elsewhere."""

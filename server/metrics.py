@@ -120,6 +120,7 @@ class Metrics(Collector):
         self._disconnects = self._slow_clients = self._discarded = self._http_requests = 0
         self._loop_lag_max_s = 0.0
         self._in_flight = 0
+        self._grammar_hits = self._grammar_failures = 0
         self._ttft = Histogram(LONG_BUCKETS)
         self._itl = Histogram(SHORT_BUCKETS)
         self._tpot = Histogram(SHORT_BUCKETS)
@@ -129,6 +130,7 @@ class Metrics(Collector):
         self._decode = Histogram(LONG_BUCKETS)
         self._lag = Histogram(SHORT_BUCKETS)
         self._iteration_tokens = Histogram(TOKEN_BUCKETS)
+        self._compile = Histogram(LONG_BUCKETS)
         self._step_parts = {part: Histogram(SHORT_BUCKETS) for part in ("schedule", "execute", "update")}
 
     # -- the engine's side --------------------------------------------------------------------------------------
@@ -214,6 +216,17 @@ class Metrics(Collector):
         """Tokens that arrived past a stop string."""
         self._discarded += count
 
+    def grammar(self, seconds: float, *, cached: bool) -> None:
+        """A request's grammar was ready after `seconds`; cached: it had been compiled before."""
+        if cached:
+            self._grammar_hits += 1
+        else:
+            self._compile.observe(seconds)
+
+    def grammar_failed(self) -> None:
+        """A request's grammar was refused."""
+        self._grammar_failures += 1
+
     def loop_lag(self, seconds: float) -> None:
         """How late the event loop ran a timer."""
         self._lag.observe(seconds)
@@ -263,6 +276,8 @@ class Metrics(Collector):
             ("client_disconnects", "counter", "Clients that left early.", self._disconnects),
             ("slow_clients", "counter", "Clients cut off because they did not read.", self._slow_clients),
             ("http_requests", "counter", "HTTP requests that arrived.", self._http_requests),
+            ("grammar_cache_hits", "counter", "Grammars found compiled.", self._grammar_hits),
+            ("grammar_failures", "counter", "Grammars refused: wrong or too costly.", self._grammar_failures),
             ("http_in_flight", "gauge", "HTTP requests being answered.", self._in_flight),
             ("event_loop_lag_max_seconds", "gauge", "The latest the event loop was.", self._loop_lag_max_s),
             ("event_loop_tasks", "gauge", "Tasks of the event loop that are not done.", _num_tasks()),
@@ -288,6 +303,7 @@ class Metrics(Collector):
             ("request_prefill_time_seconds", "First step to first token.", self._prefill),
             ("request_decode_time_seconds", "First token to last.", self._decode),
             ("iteration_tokens_total", "Tokens computed per step.", self._iteration_tokens),
+            ("grammar_compile_seconds", "Asking for a grammar to having it compiled.", self._compile),
             ("event_loop_lag_seconds", "How late the event loop ran a timer.", self._lag),
         ):
             yield histogram.family(name, description)

@@ -27,6 +27,7 @@ from engine.config import (
     LoadFormat,
     ModelConfig,
     SchedulerConfig,
+    StructuredConfig,
     usable_cores,
 )
 from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
@@ -85,9 +86,14 @@ def _setting(default: object, description: str, *, unit: str = "", engine: str =
 def _of(path: str, description: str, *, unit: str = "") -> Any:
     """A field of EngineConfig; the default is the engine's."""
     group, _, name = path.rpartition(".")
-    owner = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "device": DeviceConfig}.get(
-        group, EngineConfig
-    )
+    owners: dict[str, type] = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "device": DeviceConfig,
+        "structured": StructuredConfig,
+    }
+    owner = owners.get(group, EngineConfig)
     default = next(field.default for field in dataclass_fields(owner) if field.name == name)
     return _setting(default, description, unit=unit, engine=path, group=group or "scheduler")
 
@@ -195,6 +201,15 @@ class Settings(BaseSettings):
         "step_timeout_s", "A step that takes longer makes /health answer 503.", unit="seconds"
     )
 
+    # -- structured output
+    max_grammar_size: Annotated[Size, Field(ge=1)] = _of(
+        "structured.max_grammar_bytes", "Longest schema, pattern or grammar of a request.", unit="bytes"
+    )
+    grammar_compile_timeout: Annotated[float, Field(gt=0, le=60)] = _of(
+        "structured.compile_timeout_s", "CPU time that compiling one grammar may take.", unit="seconds"
+    )
+    grammar_cache: Size = _of("structured.cache_bytes", "Memory for compiled grammars that are kept.", unit="bytes")
+
     # -- device
     cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = _of(
@@ -225,6 +240,7 @@ class Settings(BaseSettings):
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
             device=DeviceConfig(**parts["device"]),
+            structured=StructuredConfig(**parts["structured"]),
             **parts[""],
         )
 

@@ -13,7 +13,14 @@ from pydantic.fields import FieldInfo
 
 from server.settings import Settings, choices_of, env_of, flag_of, is_list, meta
 
-GROUPS = {"server": "Server", "model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "device": "Device"}
+GROUPS = {
+    "server": "Server",
+    "model": "Model",
+    "cache": "KV cache",
+    "scheduler": "Scheduler",
+    "structured": "Structured output",
+    "device": "Device",
+}
 HEAD = """# Settings
 
 Generated from `server/settings.py` by `python -m server.settings_reference`.

@@ -72,4 +72,4 @@ PROCESSORS: tuple[Processor, ...] = (repetition_penalty, count_penalties, logit_
 
 def needs_processing(params: SamplingParams) -> bool:
     """False for the common request, whose logits are sampled as the model made them."""
-    return params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
+    return params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0 or params.structured is not None

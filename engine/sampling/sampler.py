@@ -1,13 +1,14 @@
 """Logits to token ids: processors, one native draw for all rows, logprobs.
 
-Order per row: processors on the logits, temperature, top-k, top-p, min-p, draw (docs/randomness.md). Rows never
-look at each other.
+Order per row: processors on the logits, the grammar's mask, temperature, top-k, top-p, min-p, draw
+(docs/randomness.md). Rows never look at each other.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from engine import ops
 from engine.batch import RowOutput
+from engine.sampling.grammar import GRAMMAR_FAILED, GrammarRows
 from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
 from engine.sampling.logprobs import alternatives, drawn_from
 from engine.sampling_params import SamplingParams
+from engine.structured import GrammarStore
 
 logger = logging.getLogger("pagemill.engine")
 
@@ -58,8 +61,9 @@ class SamplingRows:
 class Sampler:
     """vocab_size: ids that may be sampled; logits rows beyond it (padding of the weights) are banned."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, grammars: GrammarStore | None = None) -> None:
         self.rows = SamplingRows(num_rows)
+        self.grammars = GrammarRows(num_rows, grammars)
         self.vocab_size = vocab_size
 
     def sample(
@@ -74,7 +78,9 @@ class Sampler:
             logits = logits[torch.from_numpy(source)]
         touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
         raw = logits[touched]  # a copy: logprobs are those of the raw logits, unless asked otherwise
-        failed = [i for i in touched if not _process(logits[i], contexts[i])]
+        failed = {i: NOT_PROCESSED for i in touched if not _process(logits[i], contexts[i])}
+        broken = self.grammars.mask(logits, dict(zip(touched, raw, strict=True)), rows, contexts)
+        failed |= dict.fromkeys(broken, GRAMMAR_FAILED)
         ids = self._draw(logits, rows, contexts)
         processed = [(i, drawn_from(logits[i], c.params)) for i, c in enumerate(contexts) if _tells_drawn(c.params)]
         logits[touched] = raw
@@ -86,8 +92,11 @@ class Sampler:
             self._output(logits[i], token_id, logprobs[i], contexts[i].params)
             for i, token_id in enumerate(ids.tolist())
         ]
-        for i in failed:
-            outputs[i] = RowOutput(error=NOT_PROCESSED)
+        for i, why in failed.items():
+            outputs[i] = RowOutput(error=why)
+        for i, output in enumerate(outputs):
+            if contexts[i].params.structured is not None and self.grammars.take(rows[i], output.token_ids):
+                outputs[i] = replace(output, ends=True)
         return outputs
 
     def _draw(self, logits: Tensor, rows: Sequence[int], contexts: Sequence[RowContext]) -> Tensor:

@@ -54,7 +54,7 @@ def parts(config: EngineConfig) -> Any:
         num_threads=1,
     )
     scheduler = Scheduler(config.scheduler, KVCacheManager(16, 16), 64)
-    return SimpleNamespace(runner=Runner(16), scheduler=scheduler, info=info, tokenizer=None)
+    return SimpleNamespace(runner=Runner(16), scheduler=scheduler, info=info, tokenizer=None, grammars=None)
 
 
 @pytest.fixture

@@ -150,11 +150,13 @@ class FakeEngine:
     def add_listener(self, callback: Callable[[Delivery], None]) -> None:
         self._listeners.append(callback)
 
-    async def compile(self, structured: StructuredOutput) -> None:
+    async def compile(self, structured: StructuredOutput) -> bool:
         """Refuses what has "bad" in its source; no text is held to a form."""
+        known = structured in self.compiled
         self.compiled.append(structured)
         if "bad" in structured.source:
             raise InvalidParameter(structured.param, f"{structured.param} is bad.")
+        return known
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""

@@ -122,8 +122,9 @@ class StubEngine:
 
     # -- requests
 
-    async def compile(self, structured: StructuredOutput) -> None:
+    async def compile(self, structured: StructuredOutput) -> bool:
         """Bytes come as they come: no form is held."""
+        return True
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""

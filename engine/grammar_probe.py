@@ -1,0 +1,132 @@
+"""A process of its own that tries a grammar first. Compiling one can take minutes, gigabytes or the whole process,
+and nothing in a thread can be stopped; a process can.
+
+It is run as a script and knows nothing of the engine. Messages are frames on standard input and output: the length as
+four bytes, little endian, then JSON. The first frame describes the vocabulary, each further one is a grammar and is
+answered by {"error": text or null, "num_bytes": what it took}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import IO, Any
+
+NICENESS = 5  # tokens for those who wait for them come before grammars
+
+
+class Vocabulary:
+    """What masks need to know of a tokenizer, in the shape in which llguidance takes it.
+
+    tokens: per id its bytes, b"" where it has none. eos_token_ids: not empty."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_ids: list[int]) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id = eos_token_ids[0]
+        special = set(special_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(tokens) if token and token_id not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """The longest tokens from the left: only asked for where a grammar insists that tokens be forced."""
+        data, start, token_ids = text.encode(), 0, []
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next((end for end in ends if data[start:end] in self._ids), None)
+            if end is not None:
+                token_ids.append(self._ids[data[start:end]])
+            start = end or start + 1
+        return token_ids
+
+
+def limits() -> Any:
+    """What a grammar may cost where llguidance counts: compiled, and per mask (some 20 ms at most)."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=1_000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def new_tokenizer(vocabulary: Vocabulary) -> Any:
+    """llguidance's view of the vocabulary; takes some 0.1 s for 100,000 tokens."""
+    from llguidance import LLTokenizer
+
+    wrapper: Any = vocabulary  # llguidance declares a class of its own, and takes anything of its shape
+    return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos_token_ids)
+
+
+def new_matcher(tokenizer: Any, grammar: str) -> Any:
+    """A matcher at the start of its text; errors are its own to tell (`get_error`)."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None at the end of the stream."""
+    head = stream.read(4)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    stream.write(len(data).to_bytes(4, "little") + data)
+    stream.flush()
+
+
+def _num_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _try(tokenizer: Any, grammar: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError):
+        before = _num_bytes()
+    matcher = new_matcher(tokenizer, grammar)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    num_bytes = 0
+    with contextlib.suppress(OSError):
+        num_bytes = max(0, _num_bytes() - before)
+    return {"error": matcher.get_error() or None, "num_bytes": num_bytes}
+
+
+def main() -> None:
+    """Serve frames until standard input ends. argv: CPU seconds per grammar, bytes of memory for all."""
+    cpu_s, memory = float(sys.argv[1]), int(sys.argv[2])
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up in a frame
+    frame = read_frame(source)
+    if frame is None:
+        return
+    described = json.loads(frame)
+    tokens = [bytes.fromhex(token) for token in described["tokens"]]
+    tokenizer = new_tokenizer(Vocabulary(tokens, described["special_token_ids"], described["eos_token_ids"]))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    while (frame := read_frame(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the process ends, whatever it is doing
+        answer = _try(tokenizer, frame.decode())
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_frame(sink, json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""From what a text must match to a grammar in llguidance's JSON form, refusing at sight what it would misread.
+
+Knows JSON schema only as far as that needs: how deep it is nested, and whether its patterns can be patterns. All else
+is the grammar compiler's to judge. Imports nothing but json: a request costs no library until it has a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from engine.sampling_params import StructuredOutput
+
+MAX_DEPTH = 256  # levels of objects and arrays in a schema: twice what 128 nested objects take
+MAX_BLANKS = 20  # in a row, between the tokens of a JSON text
+
+# without a bound, a small model at a high temperature goes on in blanks until its tokens are spent
+WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
+
+_OBJECT = {"type": "object"}
+# a quantifier with nothing before it; the compiler drops anchors first and would take it for a character
+_NOTHING_TO_REPEAT = re.compile(r"(?:^|(?<!\\)(?:\\\\)*[(|^])(?:[*+]|\{\d+(?:,\d*)?\})")
+_OPEN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\$")
+
+
+def to_llguidance(structured: StructuredOutput) -> str:
+    """The grammar as llguidance reads it. Raises ValueError with a sentence about the source."""
+    match structured.kind:
+        case "json":
+            return _schema(structured.source)
+        case "json_object":
+            return _grammar(_json_rule(_OBJECT))
+        case "regex":
+            _check_pattern(structured.source)
+            return _grammar(f"start: /{_slashed(structured.source)}/")
+        case "choice":
+            choices = json.loads(structured.source)
+            return _grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+        case "lark":
+            return _grammar(structured.source)
+
+
+def _grammar(lark: str) -> str:
+    """no_forcing: where only one text can follow, the model may still choose its tokens, as it is used to."""
+    return json.dumps({"grammars": [{"lark_grammar": f'{lark}\n%llguidance {{"no_forcing": true}}'}]})
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return "start: %json " + json.dumps(_bounded(schema))
+
+
+def _schema(source: str) -> str:
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError):
+        raise ValueError("The schema is not valid JSON.") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("The schema must be an object.")
+    _check_schema(schema)
+    return _grammar(_json_rule(schema))
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema's own options for the compiler stay, but for white space."""
+    options = schema.get("x-guidance")
+    options = dict(options) if isinstance(options, dict) else {}
+    if options.get("whitespace_flexible") is not False:
+        options["whitespace_pattern"] = WHITESPACE
+    return {**schema, "x-guidance": options}
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Level by level, so that no depth can exhaust a stack."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                if isinstance(pattern := node.get("pattern"), str):
+                    _check_pattern(pattern)
+                if isinstance(patterns := node.get("patternProperties"), dict):
+                    for pattern in patterns:
+                        _check_pattern(pattern)
+                below += node.values()
+            elif isinstance(node, list):
+                below += node
+        if not below:
+            return
+        level = below
+    raise ValueError(f"The schema is nested more than {MAX_DEPTH} levels deep.")
+
+
+def _check_pattern(pattern: str) -> None:
+    if _NOTHING_TO_REPEAT.search(pattern):
+        raise ValueError(f"The pattern {_short(pattern)} has a quantifier with nothing to repeat.")
+    if _OPEN_ESCAPE.search(pattern):
+        raise ValueError(f"The pattern {_short(pattern)} ends with a lone backslash.")
+
+
+def _slashed(pattern: str) -> str:
+    """As the body of a /.../ term: slashes escaped, line breaks spelled."""
+    slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+    return slashed.replace("\\\n", r"\n").replace("\n", r"\n").replace("\r", r"\r")
+
+
+def _short(pattern: str) -> str:
+    text = json.dumps(pattern, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

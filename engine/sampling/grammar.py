@@ -1,0 +1,219 @@
+"""Which tokens a row's grammar lets follow, as the last processor of its logits.
+
+A row's state follows from its output tokens alone: it is built when the row first samples and caught up with the
+tokens it has not seen, so that preemption and forks have nothing to hand on. Until the thinking ends (if there is
+any) the grammar sleeps; the end is found in the bytes of the output, however the mark is cut into tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampling.logits import RowContext
+from engine.sampling_params import ReasoningMarks, SamplingParams
+from engine.structured import GrammarStore
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+logger = logging.getLogger("pagemill.engine")
+
+GRAMMAR_FAILED = "The grammar of this request failed while its text was made."
+BITS = 32  # per word of a mask
+
+
+class Phase(Enum):
+    OPEN = "open"  # the output may still begin with the mark that starts the thinking
+    THINKING = "thinking"
+    GRAMMAR = "grammar"
+
+
+class GrammarRow:
+    """One sequence's place in its grammar."""
+
+    __slots__ = ("_bytes_seen", "_marks", "_new_matcher", "_store", "matcher", "num_seen", "phase")
+
+    def __init__(self, store: GrammarStore, params: SamplingParams) -> None:
+        """Raises LookupError if the grammar is not there."""
+        assert params.structured is not None
+        self._store = store
+        self._new_matcher = partial(store.matcher, params.structured)
+        self._marks: ReasoningMarks | None = params.reasoning
+        self._bytes_seen = b""  # while OPEN all, while THINKING as many as may begin the mark
+        self.num_seen = 0  # output tokens
+        self.matcher: Any = self._new_matcher()  # None: the output can only be thinking
+        if self._marks is None:
+            self.phase = Phase.GRAMMAR
+        else:
+            self.phase = Phase.THINKING if self._marks.opened else Phase.OPEN
+
+    @property
+    def missing_start(self) -> bytes:
+        """While OPEN: what is left of the mark that starts the thinking."""
+        assert self._marks is not None
+        return self._marks.start.encode()[len(self._bytes_seen) :]
+
+    @property
+    def ended(self) -> bool:
+        """The text is complete and nothing can follow."""
+        return self.phase is Phase.GRAMMAR and bool(self.matcher.is_stopped()) and not self.matcher.is_error()
+
+    @property
+    def failed(self) -> bool:
+        return self.phase is Phase.GRAMMAR and bool(self.matcher.is_error())
+
+    def take(self, token_id: int) -> None:
+        """One more output token."""
+        self.num_seen += 1
+        if self.phase is Phase.GRAMMAR:
+            self.matcher.consume_token(token_id)
+        elif self.phase is Phase.THINKING:
+            self._think(self._store.token_bytes(token_id))
+        else:
+            self._open(token_id)
+
+    def _open(self, token_id: int) -> None:
+        """Mark and grammar are followed side by side until one of them is ruled out."""
+        assert self._marks is not None
+        start = self._marks.start.encode()
+        self._bytes_seen += self._store.token_bytes(token_id)
+        if self._bytes_seen.startswith(start):
+            self.phase, rest = Phase.THINKING, self._bytes_seen[len(start) :]
+            self._bytes_seen = b""
+            self.matcher = self._new_matcher()
+            self._think(rest)
+            return
+        if self.matcher is not None and self.matcher.try_consume_tokens([token_id]) == 0:
+            self.matcher = None
+        if not start.startswith(self._bytes_seen):
+            self.phase = Phase.GRAMMAR
+            if self.matcher is None:  # neither: this cannot be sampled, but a preempted text need not be ours
+                self.matcher = self._new_matcher()
+                self.matcher.consume_token(token_id)
+
+    def _think(self, data: bytes) -> None:
+        assert self._marks is not None
+        end = self._marks.end.encode()
+        seen = self._bytes_seen + data
+        found = seen.find(end)
+        if found < 0:
+            self._bytes_seen = seen[max(0, len(seen) - len(end) + 1) :]
+            return
+        self.phase = Phase.GRAMMAR
+        rest = seen[found + len(end) :].lstrip()  # blanks behind the mark belong to it
+        if rest:
+            self.matcher.consume_tokens(self._store.spell(rest))
+
+
+class GrammarRows:
+    """The grammar rows among all rows of a runner. Memory for masks is taken with the first grammar.
+
+    store None: no row can have a grammar."""
+
+    def __init__(self, num_rows: int, store: GrammarStore | None) -> None:
+        self._store = store
+        self._rows: list[GrammarRow | None] = [None] * num_rows
+        self._masks: np.ndarray[Any, np.dtype[np.int32]] | None = None  # [num_rows, words]
+        self._executor: LLExecutor | None = None
+
+    def clear(self, row: int) -> None:
+        """Another sequence has the row from now on."""
+        self._rows[row] = None
+
+    def mask(
+        self, logits: Tensor, raw: dict[int, Tensor], rows: Sequence[int], contexts: Sequence[RowContext]
+    ) -> list[int]:
+        """Ban what the grammars do not let follow; indexes whose grammar failed.
+
+        logits: [len(rows), vocab] float32, changed in place. raw: by index the row's logits before any processor,
+        which count where another ban leaves nothing that the grammar allows. rows, contexts: as for `Sampler`."""
+        asking = [i for i, context in enumerate(contexts) if context.params.structured is not None]
+        if not asking:
+            return []
+        states = {i: state for i in asking if (state := self._caught_up(rows[i], contexts[i])) is not None}
+        self._compute(states)
+        failed = [i for i in asking if i not in states or states[i].failed]
+        for i in asking:
+            if i not in failed:
+                self._apply(i, states[i], logits[i], raw[i], contexts[i])
+        return failed
+
+    def take(self, row: int, token_ids: Sequence[int]) -> bool:
+        """The row's next tokens were drawn; True if they complete the text."""
+        state = self._rows[row]
+        if state is None or not token_ids:
+            return False
+        for token_id in token_ids:
+            state.take(token_id)
+        return state.ended
+
+    def _caught_up(self, row: int, context: RowContext) -> GrammarRow | None:
+        """None if the grammar is gone: nobody waits for the text any more."""
+        output = context.token_ids[context.num_prompt_tokens :]
+        state = self._rows[row]
+        try:
+            if state is None or state.num_seen > len(output):
+                assert self._store is not None
+                state = self._rows[row] = GrammarRow(self._store, context.params)
+        except LookupError as error:
+            logger.debug("a row has no grammar: %s", error)
+            return None
+        for token_id in output[state.num_seen :].tolist():
+            state.take(token_id)
+        return state
+
+    def _compute(self, states: dict[int, GrammarRow]) -> None:
+        """The masks of all rows whose grammar is awake, with the interpreter lock released."""
+        awake = [(s.matcher, i) for i, s in states.items() if s.phase is not Phase.THINKING and s.matcher is not None]
+        if not awake:
+            return
+        masks = self._mask_table()
+        num_bytes = masks.shape[1] * masks.itemsize
+        if len(awake) == 1:
+            ((matcher, index),) = awake
+            matcher.unsafe_compute_mask_ptr(masks[index].ctypes.data, num_bytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=torch.get_num_threads())
+        self._executor.unsafe_compute_mask_ptr(awake, masks.ctypes.data, num_bytes, len(masks))
+
+    def _mask_table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        if self._masks is None:
+            assert self._store is not None
+            words = -(-self._store.mask_size // BITS)
+            self._masks = np.zeros((len(self._rows), words), dtype=np.int32)
+            self._bit = torch.from_numpy((1 << np.arange(BITS, dtype=np.int64)).astype(np.uint32).view(np.int32))
+            self._bits = torch.empty((words, BITS), dtype=torch.int32)
+            self._banned = torch.empty((words, BITS), dtype=torch.bool)
+        return self._masks
+
+    def _apply(self, index: int, state: GrammarRow, logits: Tensor, raw: Tensor, context: RowContext) -> None:
+        assert self._store is not None
+        eos = list(self._store.eos_token_ids)
+        if state.phase is Phase.THINKING:  # an end here would leave the form empty
+            logits[eos] = -torch.inf
+            return
+        masks = self._mask_table()
+        torch.bitwise_and(torch.from_numpy(masks[index]).unsqueeze(1), self._bit, out=self._bits)
+        torch.eq(self._bits, 0, out=self._banned)
+        banned = self._banned.view(-1)[: logits.shape[0]]
+        if state.phase is Phase.OPEN:
+            if state.matcher is None:
+                banned.fill_(True)
+            banned[self._store.tokens_towards(state.missing_start)] = False
+        if context.params.ignore_eos and int(banned.sum()) < len(banned) - len(eos):
+            banned[eos] = True
+        logits.masked_fill_(banned, -torch.inf)
+        if bool(logits.max() == -torch.inf):  # another ban covers all that may follow: the form wins
+            logits.copy_(raw)
+            logits.masked_fill_(banned, -torch.inf)

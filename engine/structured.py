@@ -1,0 +1,276 @@
+"""Grammars: from what a text must match to matchers that tell which tokens may follow.
+
+A grammar comes from a stranger, and compiling one can take any time and memory. So each is tried first in a process
+of its own, bounded in CPU time and memory (`grammar_probe.py`), and compiled here, in a worker thread, only when it
+passed. Neither the event loop nor the engine thread ever compiles. Results, refusals included, are kept: equal
+grammars are compiled once. llguidance is imported with the first grammar, not before.
+
+`compile`, `acquire` and `release` run on the event loop; `matcher` and `compute` on the engine thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from engine import grammar_probe
+from engine.config import StructuredConfig
+from engine.grammar_source import to_llguidance
+from engine.outputs import QueueFull
+from engine.sampling_params import InvalidParameter, StructuredOutput
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("pagemill.engine")
+
+NUM_WORKERS = 2
+MAX_QUEUED = 64  # compilations that wait or run
+MAX_CACHED = 1024  # grammars and refusals, whatever their size
+MIN_BYTES = 64 << 10  # what the smallest grammar is taken to occupy
+PROBE_MEMORY = 2 << 30  # address space of a trying process
+WALL_FACTOR = 10  # wall clock per CPU second: the process may have to wait for a core
+MAX_MESSAGE_CHARS = 300
+
+
+@dataclass(slots=True)
+class Grammar:
+    """One compiled grammar, or the reason why there is none.
+
+    matcher: pristine, only ever copied. num_users: streams that hold it."""
+
+    matcher: Any = None
+    error: str = ""
+    num_bytes: int = MIN_BYTES
+    num_users: int = 0
+
+
+class GrammarStore:
+    """One model's grammars. vocab_size: ids that may be sampled, the length of a mask."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int], config: StructuredConfig
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.config = config
+        self._text_tokenizer = tokenizer
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # least recently used first
+        self._num_bytes = 0
+        self._pending: dict[StructuredOutput, asyncio.Future[Grammar]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._workers = threading.local()
+        self._probes: list[Probe] = []
+        self._lock = threading.Lock()
+        self._vocabulary: grammar_probe.Vocabulary | None = None
+        self._tokenizer: Any = None
+        self._towards: dict[bytes, list[int]] = {}  # by what is left of a mark: a handful of texts
+
+    # -- on the event loop
+
+    async def compile(self, structured: StructuredOutput) -> bool:
+        """Make the grammar ready; True if it was. Raises InvalidParameter under the name of the field that it came
+        from, QueueFull when too many are being compiled or held."""
+        grammar = self._grammars.get(structured)
+        if ready := grammar is not None:
+            self._grammars.move_to_end(structured)
+        else:
+            grammar = await self._compiled(structured)
+        if grammar.error:
+            raise InvalidParameter(structured.param, f"{structured.param} is not usable: {grammar.error}")
+        return ready
+
+    async def _compiled(self, structured: StructuredOutput) -> Grammar:
+        size = len(structured.source.encode(errors="replace"))
+        if size > self.config.max_grammar_bytes:
+            limits = f"at most {self.config.max_grammar_bytes} are allowed"
+            raise InvalidParameter(structured.param, f"{structured.param} has {size} bytes; {limits}.")
+        pending = self._pending.get(structured)
+        if pending is None:
+            if len(self._pending) >= MAX_QUEUED:
+                raise QueueFull("Too many grammars are being compiled. Please try again later.")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_WORKERS, "pagemill-grammar")
+            loop = asyncio.get_running_loop()
+            pending = loop.run_in_executor(self._pool, self._work, structured)
+            self._pending[structured] = pending
+            pending.add_done_callback(lambda future: self._arrived(structured, future))
+        grammar = await asyncio.shield(pending)  # a client that leaves takes nothing from those who wait for the same
+        if not grammar.error and structured not in self._grammars:
+            raise QueueFull("Too many grammars are in use. Please try again later.")
+        return grammar
+
+    def _arrived(self, structured: StructuredOutput, future: asyncio.Future[Grammar]) -> None:
+        del self._pending[structured]
+        if future.cancelled() or future.exception() is not None:
+            return
+        grammar = future.result()
+        self._grammars[structured] = grammar
+        self._num_bytes += grammar.num_bytes
+        for key, old in list(self._grammars.items()):
+            if self._num_bytes <= self.config.cache_bytes and len(self._grammars) <= MAX_CACHED:
+                break
+            if old.num_users == 0:
+                del self._grammars[key]
+                self._num_bytes -= old.num_bytes
+
+    def acquire(self, structured: StructuredOutput) -> None:
+        """A stream will use the grammar: it stays until `release`. Raises QueueFull if it is not there (any more)."""
+        grammar = self._grammars.get(structured)
+        if grammar is None or grammar.error:
+            raise QueueFull("The grammar of this request is not ready. Please try again.")
+        grammar.num_users += 1
+
+    def release(self, structured: StructuredOutput) -> None:
+        self._grammars[structured].num_users -= 1
+
+    def close(self) -> None:
+        """End the processes; what is being compiled is refused."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for probe in self._probes:
+            probe.kill()
+
+    # -- in a worker thread
+
+    def _work(self, structured: StructuredOutput) -> Grammar:
+        started = time.monotonic()
+        try:
+            source = to_llguidance(structured)
+        except ValueError as error:
+            return Grammar(error=str(error))
+        complaint, num_bytes = self._probe().ask(source)
+        if complaint is not None:
+            return Grammar(error=_sentence(complaint))
+        matcher = grammar_probe.new_matcher(self._tokenizer, source)
+        logger.debug("a grammar of %d characters took %.3f s", len(source), time.monotonic() - started)
+        if matcher.is_error():
+            return Grammar(error=_sentence(matcher.get_error()))
+        return Grammar(matcher, num_bytes=max(MIN_BYTES, num_bytes, 8 * len(source)))
+
+    def _probe(self) -> Probe:
+        """This worker thread's own."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._describe()
+                self._tokenizer = grammar_probe.new_tokenizer(self._vocabulary)
+        probe: Probe | None = getattr(self._workers, "probe", None)
+        if probe is None:
+            probe = self._workers.probe = Probe(self._vocabulary, self.config.compile_timeout_s)
+            self._probes.append(probe)
+        return probe
+
+    def _describe(self) -> grammar_probe.Vocabulary:
+        """Without an end-of-sequence id there is one more token, which nobody can sample, to take its place."""
+        text = self._text_tokenizer
+        ids = range(self.vocab_size)
+        tokens = [text.token_bytes(i) for i in ids]
+        special = [i for i in ids if text.is_special(i)]
+        if self.eos_token_ids:
+            return grammar_probe.Vocabulary(tokens, special, list(self.eos_token_ids))
+        return grammar_probe.Vocabulary([*tokens, b"<end>"], [*special, len(tokens)], [len(tokens)])
+
+    # -- on the engine thread
+
+    @property
+    def mask_size(self) -> int:
+        """Bits of a mask: one per id, and one for the end where the model has none."""
+        assert self._vocabulary is not None, "a grammar was compiled"
+        return len(self._vocabulary.tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._text_tokenizer.token_bytes(token_id)
+
+    def spell(self, data: bytes) -> list[int]:
+        """Some tokens whose bytes, joined, are `data`."""
+        assert self._vocabulary is not None
+        return self._vocabulary(data.decode("utf-8", "replace"))
+
+    def tokens_towards(self, text: bytes) -> list[int]:
+        """Ids whose bytes begin `text`, or begin with it."""
+        if text not in self._towards:
+            assert self._vocabulary is not None
+            pairs = enumerate(self._vocabulary.tokens[: self.vocab_size])
+            self._towards[text] = [i for i, t in pairs if t and (text.startswith(t) or t.startswith(text))]
+        return self._towards[text]
+
+    def matcher(self, structured: StructuredOutput) -> Any:
+        """A fresh matcher at the start of its text. Raises LookupError if nobody holds the grammar."""
+        grammar = self._grammars.get(structured)
+        if grammar is None or grammar.matcher is None:
+            raise LookupError("the grammar is gone")
+        return grammar.matcher.deep_copy()
+
+
+class Probe:
+    """The process that tries grammars for one worker thread; started when needed, and again after it was killed."""
+
+    def __init__(self, vocabulary: grammar_probe.Vocabulary, cpu_s: float) -> None:
+        self._cpu_s = cpu_s
+        self._first_frame = json.dumps(
+            {
+                "tokens": [token.hex() for token in vocabulary.tokens],
+                "special_token_ids": vocabulary.special_token_ids,
+                "eos_token_ids": vocabulary.eos_token_ids,
+            }
+        ).encode()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, source: str) -> tuple[str | None, int]:
+        """(what is wrong with the grammar or None, bytes it takes)."""
+        too_much = f"it takes more than {self._cpu_s:g} seconds or too much memory to compile."
+        try:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            grammar_probe.write_frame(process.stdin, source.encode())
+            ready, _, _ = select.select([process.stdout], [], [], WALL_FACTOR * self._cpu_s)
+            frame = grammar_probe.read_frame(process.stdout) if ready else None
+        except (OSError, ValueError):  # it has ended, or `close` has ended it
+            frame = None
+        if not frame:
+            self.kill()
+            return too_much, 0
+        answer = json.loads(frame)
+        return answer["error"], answer["num_bytes"]
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", grammar_probe.__file__, str(self._cpu_s), str(PROBE_MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+            assert self._process.stdin is not None
+            grammar_probe.write_frame(self._process.stdin, self._first_frame)
+        return self._process
+
+    def kill(self) -> None:
+        """End the process, if there is one. Safe from any thread."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _sentence(message: str) -> str:
+    """The compiler's complaint without its dumps of inner state."""
+    lines = (line.strip() for line in message.replace("<non-verbose/>", " ").splitlines())
+    text = " ".join(line for line in lines if line and not set(line) <= {"^"}) or "it cannot be compiled."
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
