@@ -36,6 +36,7 @@ async def prepare(front: Front, body: ChatRequest, *, check_length: bool = True)
     """body: after `ChatRequest.check`. check_length: whether prompt and output must fit the context.
 
     Raises InvalidRequest and InvalidParameter, with `param` as chat spells it."""
+    front.check_logprobs(body.top_logprobs, "top_logprobs")
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
     params.check_vocabulary(front.info.vocab_size)

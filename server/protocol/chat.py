@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast
 
-from engine.sampling_params import MAX_LOGPROBS
 from server.protocol.chat_messages import Message
 from server.protocol.chat_tools import Tool
 from server.protocol.common import GenerationRequest, at_most
@@ -97,10 +96,6 @@ class ChatRequest(GenerationRequest):
         top = self.top_logprobs
         if top is None:
             return
-        if not 0 <= top <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}.", param="top_logprobs"
-            )
         if not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
 

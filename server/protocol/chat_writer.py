@@ -22,7 +22,8 @@ _ROLE = b'{"role":"assistant","content":""}'
 
 class ChatWriter(ConversationWriter):
     """reasoning_fields: the names under which thinking is told. custom_tools: names of tools whose calls are of type
-    "custom", with free text where functions have arguments."""
+    "custom", with free text where functions have arguments. prompt_ids: the prompt's tokens, where token ids are to be
+    told: these once, beside the choices, and each choice's own."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class ChatWriter(ConversationWriter):
         reasoning: ReasoningMarks | None = None,
         reasoning_fields: Sequence[str] = ("reasoning_content",),
         custom_tools: Collection[str] = (),
+        prompt_ids: Sequence[int] | None = None,
     ) -> None:
         self._frame = Frame(
             "chat.completion", id_prefix="chatcmpl-", model=model, fingerprint=fingerprint, include_usage=include_usage
@@ -46,18 +48,22 @@ class ChatWriter(ConversationWriter):
         self._custom_tools = custom_tools
         self._custom_calls: set[tuple[int, int]] = set()  # (choice, call)
         self._begun: set[int] = set()  # choices whose role was sent
+        self._prompt_ids = prompt_ids
 
     def events(self, index: int, parts: Sequence[Part], piece: Piece) -> bytes:
         deltas = [self._delta(index, part) for part in (joined(parts) if len(parts) > 1 else parts)]
         finish = orjson.dumps(self.finish_reason(index, piece))
-        if not deltas and (piece.finish_reason is not None or piece.entries):
+        told = b"" if self._prompt_ids is None else b',"token_ids":' + orjson.dumps(piece.token_ids)
+        if not deltas and (piece.finish_reason is not None or piece.entries or told):
             deltas = [b"{}"]
         logprobs = orjson.dumps(self._chat_logprobs(*self.split(index, piece))) if self._logprobs else NULL
-        chunks = [] if index in self._begun else [self._chunk(index, _ROLE, NULL, NULL)]
+        chunks = [] if index in self._begun else [self._first_chunk(index)]
         self._begun.add(index)
         for k, delta in enumerate(deltas):  # a piece's logprobs go with its first delta, its end with its last
             is_last = k == len(deltas) - 1
-            chunks.append(self._chunk(index, delta, NULL if k else logprobs, finish if is_last else NULL))
+            chunks.append(
+                self._chunk(index, delta, NULL if k else logprobs, finish if is_last else NULL, b"" if k else told)
+            )
         return b"".join(chunks)
 
     def _delta(self, choice: int, part: Part) -> bytes:
@@ -79,25 +85,36 @@ class ChatWriter(ConversationWriter):
         kind, key = KINDS[name in self._custom_tools]
         return {"id": id, "type": kind, kind: {"name": name, key: ""}}
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+    def _first_chunk(self, index: int) -> bytes:
+        chunk = self._chunk(index, _ROLE, NULL, NULL)
+        if self._prompt_ids is None or self._begun:
+            return chunk
+        ids = b'],"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids))
+        return chunk.removesuffix(self._frame.tail) + ids + self._frame.tail[1:]
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, finish_reason: bytes, more: bytes = b"") -> bytes:
         return b"".join((
             self._frame.head, b'{"index":%d,"delta":' % index, delta, b',"logprobs":', logprobs,
-            b',"finish_reason":', finish_reason, b"}", self._frame.tail,
+            b',"finish_reason":', finish_reason, more, b"}", self._frame.tail,
         ))  # fmt: skip
 
     def last_events(self, usage: Usage) -> bytes:
         return self._frame.last_events(self.counted(usage))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        return self._frame.answer([self._wire(choice) for choice in choices], usage)
+        more = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        return self._frame.answer([self._wire(choice) for choice in choices], usage, **more)
 
     def _wire(self, choice: Choice) -> dict[str, Any]:
-        return {
+        told: dict[str, Any] = {
             "index": choice.index,
             "message": self._message(choice.parts),
             "logprobs": self._chat_logprobs(choice.thinking, choice.entries) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
         }
+        if self._prompt_ids is not None:
+            told["token_ids"] = list(choice.token_ids)
+        return told
 
     def _chat_logprobs(self, thinking: Sequence[TokenEntry], entries: Sequence[TokenEntry]) -> dict[str, Any]:
         """OpenAI's object tells of the content's tokens; where a model thinks, those of its thinking stand beside."""

@@ -26,13 +26,15 @@ class Choice:
     """One choice of a plain answer. parts: neighbours of one kind are joined, so that each stretch of text is one
     part and each call is a CallBegin and at most one CallArguments.
 
-    finish_reason: "stop", "length" or "tool_calls". thinking, entries: the logprobs of its tokens, in order."""
+    finish_reason: "stop", "length" or "tool_calls". thinking, entries: the logprobs of its tokens, in order.
+    token_ids: all of them."""
 
     index: int
     parts: list[Part]
     thinking: Sequence[TokenEntry]
     entries: Sequence[TokenEntry]
     finish_reason: str
+    token_ids: Sequence[int] = ()
 
 
 class ChoiceState:
@@ -134,7 +136,7 @@ class ConversationWriter(AnswerWriter):
         one = Piece("".join(piece.text for piece in pieces), (), last.finish_reason, ids)
         parts = joined(state.parse(one))
         thinking, entries = state.split([entry for piece in pieces for entry in piece.entries])
-        return Choice(index, parts, thinking, entries, state.finish_reason(last) or "stop")
+        return Choice(index, parts, thinking, entries, state.finish_reason(last) or "stop", ids)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

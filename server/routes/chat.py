@@ -36,5 +36,6 @@ async def create_chat_completion(request: Request) -> Response:
         reasoning=conversation.params.reasoning,
         reasoning_fields=REASONING_FIELDS[front.settings.reasoning_field],
         custom_tools=conversation.custom_tools,
+        prompt_ids=conversation.prompt if body.return_token_ids else None,
     )
     return await front.generate(request, body, [conversation.prompt], conversation.params, writer)

@@ -262,3 +262,19 @@ async def test_the_clients_request_id_is_only_a_label() -> None:
         response = await client.post(PATH, json=body, headers={"X-Request-Id": "z" * 6000})
     first = json.loads(response.text.split("\n\n")[0].removeprefix("data: "))
     assert len(first["id"]) < 60
+
+
+async def test_token_ids_of_prompt_and_choices() -> None:
+    engine = FakeEngine(says("Hé", TOKENIZER), tokenizer=TOKENIZER)
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "return_token_ids": True}
+    async with client_of(engine) as client:
+        plain = (await client.post(PATH, json=body)).json()
+        events = await stream(client, PATH, body)
+    prompt = list(engine.admitted[0].prompts[0])
+    assert plain["prompt_token_ids"] == prompt
+    told = [chunk["prompt_token_ids"] for chunk in events.chunks if "prompt_token_ids" in chunk]
+    assert told == [prompt]
+    for choice in plain["choices"]:
+        streamed = [t for c in events.choices(choice["index"]) for t in c.get("token_ids", ())]
+        assert streamed == choice["token_ids"]
+        assert TOKENIZER.decode(streamed) == "Hé"
