@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.compare import Comparison, read_spec
+from loadtest.compare import Comparison, failure_line, read_spec
 from loadtest.lengths import UsageError
 from loadtest.table import grid
 
@@ -53,7 +53,7 @@ def find_spec(text: str) -> Path:
 
 
 async def command(arguments: argparse.Namespace) -> int:
-    """Exit code 1 if any request of any server failed."""
+    """Exit code 1 if any request of any server failed, or a whole workload."""
     spec = read_spec(
         find_spec(arguments.spec), arguments.set, arguments.only,
         workloads=arguments.workload, rounds=arguments.rounds, baseline=arguments.baseline,
@@ -67,7 +67,8 @@ async def command(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(comparison.result, indent=1))
     print(comparison_table(comparison.result))
-    return int(any(run["requests"]["failed"] for run in comparison.result["runs"]))
+    failed = any(run["requests"]["failed"] for run in comparison.result["runs"])
+    return int(failed or bool(comparison.result["failures"]))
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
@@ -83,6 +84,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
         cells.setdefault((row["workload"], row["server"]), {})[row["metric"]] = shown + ("" if is_baseline else ratio)
     rows += [[*key, *(values.get(metric, "-") for metric in SHOWN)] for key, values in cells.items()]
     servers = [server_line(name, row, result["runs"]) for name, row in result["servers"].items()]
+    servers += [f"left out: {failure_line(failure)}" for failure in result["failures"]]
     before = result["before"]
     others = [run["machine"]["cores_others"] for run in result["runs"] if "cores_others" in run["machine"]]
     machine = (
@@ -103,6 +105,8 @@ def server_line(name: str, row: Mapping[str, Any], runs: Sequence[Mapping[str, A
     peaks = [run["server"]["rss_max_bytes"] for run in mine if "rss_max_bytes" in run["server"]]
     if peaks:
         parts.append(f"at most {max(peaks) / 2**20:.0f} MiB")
+    if "restarts" in row:
+        parts.append(f"died and was started again {row['restarts']} times")
     for kind, words in (("failed", "requests failed"), ("short", "answers shorter than asked")):
         if count := sum(run["requests"][kind] for run in mine):
             parts.append(f"{count} {words}")

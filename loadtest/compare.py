@@ -22,6 +22,7 @@ from loadtest.machine import CpuMark, describe_machine, load_average, resident_b
 from loadtest.measure import Plan, measure
 from loadtest.prompts import prompt_source
 from loadtest.servers import Server, ServerSpec, server_spec
+from loadtest.table import error_lines
 from loadtest.transport import RawTransport
 from loadtest.workloads import Workload, named_workload
 
@@ -140,7 +141,7 @@ class Comparison:
         self.result: dict[str, Any] = {
             "kind": "compare",
             "machine": describe_machine(), "baseline": spec.baseline, "rounds": spec.rounds, "seed": spec.seed,
-            "scale": scale, "servers": {}, "runs": [], "ratios": [],
+            "scale": scale, "servers": {}, "failures": [], "runs": [], "ratios": [],
         }  # fmt: skip
         self._log_dir = log_dir
 
@@ -177,7 +178,7 @@ class Comparison:
 
     async def _start(self, server: Server) -> None:
         _say(f"starting {server.spec.name}")
-        await server.start(self.spec.variables, self._log_dir / f"{server.spec.name}.log")
+        await server.start(self.spec.variables, self._log(server))
         row: dict[str, Any] = {"start_s": server.start_s, "command": server.spec.command or server.url}
         if server.pid is not None:
             row["rss_ready_bytes"] = resident_bytes(server.pid)
@@ -186,7 +187,8 @@ class Comparison:
             server.pause()
 
     async def _warm(self, server: Server, *, calibrate: bool) -> dict[tuple[str, str], float]:
-        """One small run per workload. Returns seconds per session (from full-length outputs if calibrate)."""
+        """One small run per workload. Returns seconds per session (from full-length outputs if calibrate). What a
+        server cannot do is noted and left out. Raises UsageError if that is everything."""
         estimates = {}
         for workload in self.spec.workloads:
             _say(f"warming {server.spec.name} with {workload.name}")
@@ -194,14 +196,22 @@ class Comparison:
             began = perf_counter()
             result = await self._measure(server, small, self.spec.seed + 5_000_011, warm=not calibrate)
             if not result["requests"]["completed"]:
-                raise UsageError(f"Server {server.spec.name} fails {workload.name}: {result['errors']}.")
+                failure = {"server": server.spec.name, "workload": workload.name, "errors": error_lines(result)}
+                self.result["failures"].append(failure)
+                _say(f"left out: {failure_line(failure)}")
+                continue
             estimates[server.spec.name, workload.name] = (perf_counter() - began) / small.num_sessions
+        if not estimates:
+            raise UsageError(f"Server {server.spec.name} fails every workload; see {self._log(server)}.")
         return estimates
 
     async def _round(self, number: int) -> None:
         shift = number % len(self.servers)
+        left_out = {(row["server"], row["workload"]) for row in self.result["failures"]}
         for workload in self.spec.workloads:
             for server in self.servers[shift:] + self.servers[:shift]:
+                if (server.spec.name, workload.name) in left_out:
+                    continue
                 scaled = workload.scaled(self.result["scale"])
                 result = await self._measure(server, scaled, self.spec.seed + number)
                 result |= {"server_name": server.spec.name, "round": number}
@@ -211,6 +221,8 @@ class Comparison:
                 _say(f"{turn} {workload.name} {server.spec.name}: {shown}")
 
     async def _measure(self, server: Server, workload: Workload, seed: int, *, warm: bool = False) -> dict[str, Any]:
+        server.resume()
+        await self._revive(server)
         source = prompt_source(server.spec.prompts)
         split = workload.n if server.spec.expand_n else 1  # so many requests stand for one
         if split > 1:
@@ -222,7 +234,6 @@ class Comparison:
         }  # fmt: skip
         plan = Plan(sessions[:2] if warm else sessions, workload.concurrency, description)
         transport, target = RawTransport(server.url), server.spec.target(self.spec.variables)
-        server.resume()
         try:
             result = await measure(transport, target, plan, pid=server.pid, progress=True)
             result["rates"]["requests_per_s"] /= split
@@ -231,6 +242,23 @@ class Comparison:
             await transport.close()
             if self.spec.pause_others:
                 server.pause()
+
+    async def _revive(self, server: Server) -> None:
+        """A server of ours that died of the run before is started again, and that is noted."""
+        if server.pid is None or await server.answers():
+            return
+        _say(f"{server.spec.name} is dead; starting it again")
+        await server.end()
+        await server.start(self.spec.variables, self._log(server))
+        row = self.result["servers"][server.spec.name]
+        row["restarts"] = row.get("restarts", 0) + 1
+
+    def _log(self, server: Server) -> Path:
+        return self._log_dir / f"{server.spec.name}.log"
+
+
+def failure_line(failure: Mapping[str, Any]) -> str:
+    return f"{failure['server']} fails {failure['workload']}: {'; '.join(failure['errors'])}"
 
 
 def ratios(runs: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:

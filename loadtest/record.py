@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 DONE = b"[DONE]"
+DETAIL_CHARS = 300
 
 
 class EventSplitter:
@@ -51,6 +52,7 @@ class RequestRecord:
     finished_s: float = 0.0
     status: int = 0
     error: str = ""
+    detail: str = ""  # what the server said about its error
     events: list[tuple[float, bytes]] = field(default_factory=list)  # raw, until decoded
     body: bytearray = field(default_factory=bytearray)  # plain answers and error bodies
     # -- after decode
@@ -113,6 +115,8 @@ def decode(record: RequestRecord) -> None:
         record.output_tokens = record.num_token_events
     if not record.error:
         record.error = _fault(record)
+        if record.status != 200:
+            record.detail = record.body[:DETAIL_CHARS].decode(errors="replace")
     record.events.clear()
     record.body.clear()
 
@@ -134,6 +138,7 @@ def _event(record: RequestRecord, moment: float, payload: bytes) -> None:
     event = json.loads(payload)
     if "error" in event:
         record.error = record.error or "error event"
+        record.detail = record.detail or str(event["error"])[:DETAIL_CHARS]
         return
     choices = event.get("choices", ())
     _usage(record, event.get("usage"), choices)

@@ -87,7 +87,7 @@ class Server:
             self.url = f"http://127.0.0.1:{port}"
             words = self.spec.words(port, variables)
             env = os.environ | {key: value.format(port=port, **variables) for key, value in self.spec.env.items()}
-            with log.open("wb") as file:
+            with log.open("ab") as file:  # a second start keeps what the first one said
                 try:
                     self._process = await asyncio.create_subprocess_exec(
                         *words, stdout=file, stderr=file, env=env, cwd=self.spec.cwd or None, start_new_session=True
@@ -113,6 +113,10 @@ class Server:
             await transport.close()
             await asyncio.sleep(0.1)
         return False
+
+    async def answers(self, within_s: float = 10.0) -> bool:
+        """Whether it says that it is ready, soon."""
+        return await self._is_ready(perf_counter() + within_s)
 
     def pause(self) -> None:
         """Takes it off the CPU, so that what it does while idle does not disturb another's measurement."""

@@ -112,6 +112,7 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None = No
             "send_lag": distribution([record.sent_s - record.scheduled_s for record in records]),
         },
         "errors": dict(Counter(record.error for record in records if record.error).most_common()),
+        "error_examples": {record.error: record.detail for record in records if record.error and record.detail},
     }
     if objective is not None and objective.limits:
         met = sum(objective.met_by(record) for record in records)

@@ -36,10 +36,18 @@ def result_table(result: Mapping[str, Any]) -> str:
         goodput = result["goodput"]
         limits = ", ".join(f"{key} <= {limit * 1000:g} ms" for key, limit in goodput["objective_s"].items())
         lines.append(f"goodput    {goodput['requests_per_s']:.2f} requests/s ({goodput['share']:.0%}) with {limits}")
-    for kind, count in result["errors"].items():
-        lines.append(f"error      {count} x {kind}")
+    lines += error_lines(result)
     lines += ["", latency_grid(result["latency_s"]), ""]
     return "\n".join([*lines, *_server_lines(result), *_client_lines(result)])
+
+
+def error_lines(result: Mapping[str, Any]) -> list[str]:
+    """One per kind, with what the server said about one of them."""
+    examples = result.get("error_examples", {})
+    return [
+        f"error      {count} x {kind}" + (f", such as {examples[kind]}" if kind in examples else "")
+        for kind, count in result["errors"].items()
+    ]
 
 
 def latency_grid(latency: Mapping[str, Any]) -> str:

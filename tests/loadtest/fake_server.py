@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +37,7 @@ class FakeServer:
     slots: int | None = None
     statuses: list[int] = field(default_factory=list)
     cut_after: int | None = None  # closes the connection after so many token events
+    dies_of_n: bool = False  # ends its process when it is asked for several choices
     leak: bool = False  # forgets to free the block of a request whose client went away
     served: list[Served] = field(default_factory=list)
     running: int = 0
@@ -91,6 +93,8 @@ class FakeServer:
             self.errors[status] = self.errors.get(status, 0) + 1
             self._answer(writer, status, json.dumps({"error": {"message": "no", "type": "x"}}).encode())
             return True
+        if self.dies_of_n and body.get("n", 1) > 1:
+            os._exit(1)
         return await self._generate(path, body, writer)
 
     def _answer(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
@@ -220,5 +224,6 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--first", type=float, default=0.005)
     parser.add_argument("--gap", type=float, default=0.003)
+    parser.add_argument("--dies-of-n", action="store_true")
     flags = parser.parse_args()
-    asyncio.run(_serve(flags.port, FakeServer(first_s=flags.first, gap_s=flags.gap)))
+    asyncio.run(_serve(flags.port, FakeServer(flags.first, flags.gap, dies_of_n=flags.dies_of_n)))

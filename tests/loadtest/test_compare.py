@@ -116,9 +116,27 @@ async def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
 async def test_failed_warm_up_ends_all_servers(tmp_path: Path) -> None:
     broken = row("broken", 0.001).replace('model = "fake"', 'model = "fake"\nextra = { max_tokens = -1 }')
     comparison = Comparison(read_spec(write_spec(tmp_path / "s.toml", [row("good", 0.0), broken])), tmp_path)
-    with pytest.raises(UsageError, match="broken fails W1"):
+    with pytest.raises(UsageError, match="broken fails every workload"):
         await comparison.run()
     assert all(server.pid is None for server in comparison.servers)
+
+
+def test_a_workload_that_kills_a_server_is_left_out_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an engine that dies of a seed: the server is started again, the other workload and server are measured."""
+    fragile = row("fragile", 0.0).replace("--gap 0.0", "--gap 0.0 --dies-of-n")
+    spec = write_spec(tmp_path / "s.toml", [row("good", 0.0), fragile])
+    spec.write_text(spec.read_text().replace('["W1"]', '["W6", "W1"]').replace("rounds = 2", "rounds = 1"))
+    result_path = tmp_path / "r.json"
+    assert cli.main(["compare", str(spec), "--scale", "0", "--json", str(result_path), "--logs", str(tmp_path)]) == 1
+    result = json.loads(result_path.read_text())
+    assert [(run["server_name"], run["workload"]) for run in result["runs"]] == [
+        ("good", "W6"), ("good", "W1"), ("fragile", "W1")
+    ]  # fmt: skip
+    assert not any(run["requests"]["failed"] for run in result["runs"])
+    (failure,) = result["failures"]
+    assert (failure["server"], failure["workload"]) == ("fragile", "W6")
+    assert result["servers"]["fragile"]["restarts"] == 1
+    assert "left out: fragile fails W6: error" in capsys.readouterr().out
 
 
 def test_scale_and_rounds_fit_the_budget_and_are_the_largest() -> None:

@@ -18,7 +18,8 @@ from loadtest.load import run_load
 from loadtest.measure import Plan, measure
 from loadtest.prompts import TokenIds, Words
 from loadtest.record import RequestRecord
-from loadtest.table import result_table
+from loadtest.summary import summarise
+from loadtest.table import error_lines, result_table
 from loadtest.trace import TraceRequest, read_trace, trace_sessions, write_trace
 from loadtest.transport import RawTransport, Transport
 from loadtest.transport_httpx import HttpxTransport
@@ -149,6 +150,9 @@ async def test_errors_are_counted_and_do_not_stop_the_run() -> None:
     async with FakeServer(statuses=[500, 429, 500]).start() as server:
         records = await run(server, SMALL)
     assert sorted(record.error for record in records) == ["", "", "", "http 429", "http 500", "http 500"]
+    summary = summarise(records)
+    assert summary["error_examples"]["http 500"] == '{"error": {"message": "no", "type": "x"}}'
+    assert 'error      2 x http 500, such as {"error"' in "\n".join(error_lines(summary))
     async with FakeServer(cut_after=3).start() as server:
         records = await run(server, SMALL)
     assert {record.error for record in records} == {"connection lost"}

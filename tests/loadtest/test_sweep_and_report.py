@@ -119,7 +119,7 @@ def test_every_kind_of_result_has_a_section(tmp_path: Path) -> None:
     compare = {
         "kind": "compare", "ratios": [row, {**row, "server": "b", "ratio": 2.0}], "baseline": "a", "rounds": 3,
         "scale": 1.0, "runs": [], "servers": {"a": {"start_s": 1.0}}, "before": {"load": 0.1, "cores_busy": 0.0},
-        "machine": {"cpu": "x", "cores": 2},
+        "machine": {"cpu": "x", "cores": 2}, "failures": [],
     }  # fmt: skip
     soak = {"kind": "soak", "tally": {"completed": 3}, "faults": ["memory grew"], "series": run["series"]}
     numbers = {"served_tokens_per_s": 90.0, "generate_tokens_per_s": 30.0, "ratio": 3.0}
