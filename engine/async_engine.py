@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.assembly import EngineParts, Plan, load_engine, plan
+from engine.beam import num_blocks_needed, num_candidates
 from engine.config import EngineConfig
 from engine.loop import Abort, EngineLoop, Runner, Stop, Submit
 from engine.outputs import (
@@ -27,7 +28,7 @@ from engine.outputs import (
     QueueFull,
     SequenceOutput,
 )
-from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
+from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams, StructuredOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stream import GenerationStream
@@ -221,6 +222,8 @@ class AsyncEngine:
             raise InvalidParameter(param, f"{param} cannot be combined with beam search.")
         if not prompts:
             raise InvalidParameter("prompt", "At least one prompt is needed.")
+        if params.beam is not None:
+            self._check_beam(params, params.beam, max(map(len, prompts)))
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "The prompt must hold at least one token.")
@@ -239,6 +242,26 @@ class AsyncEngine:
                     f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
                     f"{len(prompt) + wanted} tokens ({len(prompt)} in the prompt, {wanted} for the completion).",
                 )
+
+    def _check_beam(self, params: SamplingParams, beam: BeamSearch, longest: int) -> None:
+        """longest: tokens of the longest prompt."""
+        info, limit = self.model_info, self.config.scheduler.max_num_seqs
+        if beam.width > limit:
+            raise InvalidParameter(
+                "best_of", f"A beam search may have at most {limit} hypotheses here, this one asks for {beam.width}."
+            )
+        if num_candidates(params, info.eos_token_ids) > info.vocab_size:
+            raise InvalidParameter("best_of", "A beam search needs more tokens in the vocabulary than hypotheses.")
+        room = info.max_model_len - longest
+        wanted = room if params.max_tokens is None else params.max_tokens
+        needed = num_blocks_needed(beam, longest, wanted, info.block_size)
+        if needed > info.num_blocks:
+            raise InvalidParameter(
+                "max_tokens",
+                f"A beam search of {beam.width} hypotheses, {longest} prompt and {wanted} output tokens may need "
+                f"{needed * info.block_size} tokens of KV memory, the server has {info.num_blocks * info.block_size}. "
+                "Please reduce max_tokens or the number of hypotheses.",
+            )
 
     def _resolve(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         if params.max_tokens is not None:

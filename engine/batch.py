@@ -42,6 +42,15 @@ class NewBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of `row` from position `start` on that the runner has not sampled itself: a beam search chose them."""
+
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRow:
     """num_scheduled may be 0: a forked sibling that samples from another row's logits.
 
@@ -58,11 +67,12 @@ class ScheduledRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """Order of application: freed_rows, new_rows, new_blocks, block_copies, then the forward over `rows`."""
+    """Order of application: freed_rows, new_rows, new_tokens, new_blocks, block_copies, then the forward over rows."""
 
     step_id: int
     freed_rows: tuple[int, ...] = ()
     new_rows: tuple[NewRow, ...] = ()
+    new_tokens: tuple[NewTokens, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block), all layers
     rows: tuple[ScheduledRow, ...] = ()
@@ -74,7 +84,8 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """Tokens sampled for one scheduled row: 0 (chunk), 1, or more (speculation)."""
+    """Tokens sampled for one scheduled row: 0 (chunk, or a beam search, whose candidates are the one entry of
+    top_logprobs), 1, or more (speculation)."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -31,7 +31,7 @@ class RowTable:
         self.block_table: Int32Array = np.full((num_rows, max_blocks), -1, dtype=np.int32)
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """freed_rows, new_rows, new_blocks, in that order."""
+        """freed_rows, new_rows, new_tokens, new_blocks, in that order."""
         for row in batch.freed_rows:
             self.block_table[row] = -1
         for new in batch.new_rows:
@@ -39,6 +39,8 @@ class RowTable:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             self.block_table[new.row] = -1
             self.block_table[new.row, : len(new.block_tables[0])] = new.block_tables[0]
+        for tokens in batch.new_tokens:
+            self.token_ids[tokens.row, tokens.start : tokens.start + len(tokens.token_ids)] = tokens.token_ids
         for blocks in batch.new_blocks:
             self.block_table[blocks.row, blocks.start : blocks.start + len(blocks.block_ids)] = blocks.block_ids
 

@@ -18,6 +18,7 @@ class RowPool:
 
     def __init__(self, num_rows: int, manager: KVCacheManager) -> None:
         self.num_rows = num_rows
+        self.num_reserved = 0  # free rows that are promised to beam searches
         self.num_releasing = 0  # sequences that have left but are still named by a step in flight
         self._manager = manager
         self._free = list(range(num_rows))
@@ -25,7 +26,12 @@ class RowPool:
 
     @property
     def has_free(self) -> bool:
-        return bool(self._free)
+        return self.num_free > 0
+
+    @property
+    def num_free(self) -> int:
+        """Rows that anybody may take."""
+        return len(self._free) - self.num_reserved
 
     def take(self, sequence: Sequence) -> None:
         sequence.row = heappop(self._free)
@@ -47,7 +53,7 @@ class RowPool:
             self._release(sequence)
 
     def take_freed(self) -> tuple[int, ...]:
-        """Rows given back since the last call, whoever has them by now."""
+        """Rows given back since the last call that the runner knows, whoever has them by now."""
         freed = tuple(self._freed)
         self._freed.clear()
         return freed
@@ -57,6 +63,7 @@ class RowPool:
         holders = list(holders)
         rows = [sequence.row for sequence in holders if sequence.row is not None]
         assert sorted(rows + self._free) == list(range(self.num_rows)), "every row once"
+        assert 0 <= self.num_reserved <= len(self._free), "promised rows are free"
         assert self.num_releasing == sum(sequence.releasing for sequence in holders)
         assert all(sequence.num_steps_in_flight for sequence in holders if sequence.releasing)
         self._manager.check(holders)
@@ -64,6 +71,8 @@ class RowPool:
     def _release(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         self._manager.free(sequence)
-        self._freed.append(sequence.row)
+        if sequence.num_told_tokens:
+            self._freed.append(sequence.row)
+        sequence.num_told_tokens = 0
         heappush(self._free, sequence.row)
         sequence.row = None

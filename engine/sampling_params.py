@@ -16,7 +16,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20  # OpenAI's; a server may allow more
 LOGPROBS_CEILING = 1000  # and never more than this
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_LENGTH_PENALTY = 100.0
+MAX_LENGTH_PENALTY = 20.0  # either sign; a million tokens to this power is still a number
 GREEDY_TEMPERATURE = 1e-5  # at and below this, dividing by the temperature only loses digits
 
 Pooling = Literal["last", "mean"]
@@ -150,6 +150,10 @@ class SamplingParams:
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         self._check_logprobs()
+        if self.beam is not None:
+            self._check_beam(self.beam)
+        if self.pooling is not None and self.max_tokens != 0:
+            raise InvalidParameter("max_tokens", "A pooled prompt has no output: max_tokens must be 0.")
         if len(self.stop) > MAX_STOP_STRINGS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
             raise InvalidParameter(
                 "stop",
@@ -163,6 +167,28 @@ class SamplingParams:
             raise InvalidParameter("logit_bias", f"At most {MAX_LOGIT_BIAS} logit_bias entries are allowed.")
         for _, value in self.logit_bias:
             _real("logit_bias", value, -100.0, 100.0)
+
+    def _check_beam(self, beam: BeamSearch) -> None:
+        """What a search cannot do, or would have to leave out."""
+        if self.n > beam.width:
+            raise InvalidParameter(
+                "n", f"n ({self.n}) must not exceed the {beam.width} hypotheses of the beam search."
+            )
+        if self.max_tokens == 0:
+            raise InvalidParameter("max_tokens", "A beam search needs max_tokens of at least 1.")
+        refused = {
+            "stop": bool(self.stop),
+            "logit_bias": bool(self.logit_bias),
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "logprob_token_ids": bool(self.logprob_token_ids),
+            "logprobs_mode": self.logprobs_mode != "raw",
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                raise InvalidParameter(name, f"{name} cannot be combined with beam search.")
 
     def _check_logprobs(self) -> None:
         object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))

@@ -78,6 +78,7 @@ class Sequence:
         "num_scheduled_tokens",
         "num_scored_tokens",
         "num_steps_in_flight",
+        "num_told_tokens",
         "releasing",
         "request",
         "root_name",
@@ -99,6 +100,7 @@ class Sequence:
         self.seed_key = key
         self.status = SequenceStatus.WAITING
         self.siblings: list[Sequence] = []  # choices that will be forked from this one
+        self.num_told_tokens = 0  # when the runner was last told of its row; 0 before it knows the row
 
         self.row: int | None = None
         self.block_tables: tuple[list[int], ...] = ()  # block ids per KV group

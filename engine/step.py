@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.batch import NewRow, ScheduledRow
+from engine.batch import NewRow, NewTokens, ScheduledRow
 from engine.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from engine.sequence import Sequence
 from engine.stats import RequestStats
@@ -80,6 +80,7 @@ class StepPlan:
     budget: int
     rows: list[ScheduledRow] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
+    new_tokens: list[NewTokens] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)  # will run from the next step on
     overflow: list[Sequence] = field(default_factory=list)  # siblings without a row: to the front of waiting

@@ -156,15 +156,16 @@ class KVCacheManager:
                 self.allocator.fill(blocks[table[index]], min(size, end - index * size))
         return True
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares every block of the parent."""
-        for table in parent.block_tables:
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
+        """The child shares every block of the parent, or those of its first num_tokens tokens, which must be full."""
+        num_blocks = None if num_tokens is None else num_tokens // self.block_size
+        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
+        for table in child.block_tables:
             for block_id in table:
                 self.allocator.share(self.allocator.blocks[block_id])
-        child.block_tables = tuple(list(table) for table in parent.block_tables)
         child.root_name = parent.root_name
-        child.block_names = list(parent.block_names)
-        child.num_committed_blocks = parent.num_committed_blocks
+        child.block_names = parent.block_names[:num_blocks]
+        child.num_committed_blocks = min(parent.num_committed_blocks, len(child.block_tables[0]))
 
     # -- after the step
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.batch import RowOutput
+from engine.beam import num_candidates
 from engine.sampling.grammar import GRAMMAR_FAILED, GrammarRows
 from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
 from engine.sampling.logprobs import alternatives, drawn_from
@@ -92,6 +93,9 @@ class Sampler:
             self._output(logits[i], token_id, logprobs[i], contexts[i].params)
             for i, token_id in enumerate(ids.tolist())
         ]
+        for i, context in enumerate(contexts):
+            if context.params.beam is not None and outputs[i].error is None:
+                outputs[i] = _candidates(logits[i], context)
         for i, why in failed.items():
             outputs[i] = RowOutput(error=why)
         for i, output in enumerate(outputs):
@@ -120,6 +124,12 @@ class Sampler:
         if params.logprobs is not None:
             top = (alternatives(logits, params.logprobs, params.logprob_token_ids),)
         return RowOutput(token_ids=(token_id,), logprobs=(logprob,), top_logprobs=top)
+
+
+def _candidates(logits: Tensor, context: RowContext) -> RowOutput:
+    """What a beam search may go on with after this row; logits: [vocab], as the model made them."""
+    count = num_candidates(context.params, context.eos_token_ids)
+    return RowOutput(top_logprobs=(alternatives(logits, count),))
 
 
 def _process(logits: Tensor, context: RowContext) -> bool:

@@ -16,7 +16,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stats import RequestStats
 from engine.step import Changes
-from tests.engine.fake_runner import EOS, FakeHandle, FakeRunner, solo
+from tests.engine.fake_runner import EOS, FakeHandle, FakeRunner, solo, solo_search
 
 Key = tuple[int, int, int]  # stream, prompt, choice
 
@@ -126,6 +126,8 @@ class FakeEngine:
         stream, index, choice = key
         request, seed = self.requests[stream, index]
         prompt = request.sequences[choice].token_ids[: request.sequences[choice].num_prompt_tokens]
+        if request.params.beam is not None:
+            return solo_search(prompt, request.params, self.max_model_len, (EOS,))[choice]
         return solo(prompt, request.params, seed_key(seed, index, choice), self.max_model_len, (EOS,))
 
     def verify(self) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.batch import NewRow, RowOutput, ScheduledBatch, StepOutput
-from engine.outputs import PromptLogprobs
+from engine.beam import Search, num_candidates
+from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 
 VOCABULARY = 50
@@ -27,6 +28,31 @@ def next_token(token_ids: Sequence[int], seed_key: int, eos_token_ids: Sequence[
     while masked and token in eos_token_ids:
         token = (token + 1) % VOCABULARY
     return token
+
+
+def candidates(token_ids: Sequence[int], count: int) -> TokenLogprobs:
+    """The `count` best next tokens of a distribution that depends on all tokens before."""
+    weights, before = [], blake2b(b",".join(b"%d" % t for t in token_ids), digest_size=4)
+    for token in range(VOCABULARY):
+        digest = before.copy()
+        digest.update(b";%d" % token)
+        weights.append(-1.0 - int.from_bytes(digest.digest(), "little") / 2**30)
+    best = sorted(range(VOCABULARY), key=lambda token: -weights[token])[:count]
+    return TokenLogprobs(tuple(best), tuple(weights[token] for token in best))
+
+
+def solo_search(
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, eos: Sequence[int] = ()
+) -> list[tuple[list[int], str]]:
+    """What a beam search must find whatever happens around it, choice by choice."""
+    eos = () if params.ignore_eos else eos
+    room = max_model_len - len(prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    search = Search(params, frozenset((*eos, *params.stop_token_ids)), limit)
+    count = num_candidates(params, eos)
+    while search.advance([candidates([*prompt, *each.token_ids], count) for each in search.running]):
+        pass
+    return [(list(each.hypothesis.token_ids), each.reason) for each in search.results(params.n)]
 
 
 def solo(
@@ -98,6 +124,11 @@ class FakeRunner:
         for new in batch.new_rows:
             assert new.row not in self.rows or self.lost_a_step, "a row is freed before it is given away"
             self.rows[new.row] = Row(new, list(new.token_ids), [], [list(t) for t in new.block_tables])
+        for tokens in batch.new_tokens:
+            row = self.rows[tokens.row]
+            assert row.new.params.beam is not None, "other rows sample for themselves"
+            assert tokens.start == len(row.token_ids), "only what the row lacks"
+            row.token_ids += tokens.token_ids
         assert set(self.rows) >= {r.row for r in batch.rows}
         for blocks in batch.new_blocks:
             table = self.rows[blocks.row].block_tables[blocks.group]
@@ -158,6 +189,9 @@ class FakeRunner:
         end = scheduled.num_computed + scheduled.num_scheduled
         assert end == origin.num_computed + origin.num_scheduled == len(row.token_ids), "sampled at the right place"
         assert row.token_ids == self.rows[origin.row].token_ids[:end], "logits of the same tokens"
+        if row.new.params.beam is not None:
+            best = candidates(row.token_ids, num_candidates(row.new.params, row.new.eos_token_ids))
+            return failed or RowOutput(top_logprobs=(best,))
         masked = end - row.new.num_prompt_tokens < row.new.params.min_tokens
         token = next_token(row.token_ids, row.new.seed_key, row.new.eos_token_ids, masked)
         row.token_ids.append(token)  # also after a failure: a step behind this one may already compute it

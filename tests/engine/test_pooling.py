@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.assembly import load_engine
+from engine.assembly import EngineParts, load_engine
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.sampling_params import Pooling, SamplingParams
 from tests.engine.harness import Harness
@@ -55,6 +54,13 @@ def embed(harness: Harness, prompts: list[list[int]], pooling: Pooling) -> list[
     return [vector for vector, _ in harness.loop.run_until_complete(_embed(harness, prompts, pooling))]
 
 
+def preempting_often(config: EngineConfig) -> EngineParts:
+    """Every fourth step: three of 64 tokens are enough for the longest prompt."""
+    parts = load_preempting(config)
+    parts.scheduler.period = 4  # type: ignore[attr-defined]  # of PreemptingScheduler
+    return parts
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_equals_transformers(kind: str, pooling: Pooling, tmp_path: Path) -> None:
@@ -89,7 +95,7 @@ def test_nothing_around_a_prompt_changes_its_vector(pooling: Pooling, tmp_path: 
         with Harness(config_of(folder, budget=budget, chunk=chunk)) as harness:
             assert embed(harness, prompts, pooling) == cold, f"chunks of {chunk}"
 
-    with Harness(config_of(folder, budget=64, chunk=64, max_num_seqs=4), load_preempting) as harness:
+    with Harness(config_of(folder, budget=64, chunk=64, max_num_seqs=4), preempting_often) as harness:
         assert embed(harness, prompts, pooling) == cold, "under preemption"
         harness.settle()
         assert sum(stats.num_preemptions for stats in harness.finished) >= 2
@@ -117,12 +123,12 @@ def test_a_prompt_may_fill_the_context_and_the_model_still_generates(tmp_path: P
 
 
 def test_weights_that_break_give_an_error_not_a_vector(tmp_path: Path) -> None:
-    def load(config: EngineConfig):  # type: ignore[no-untyped-def]  # as load_engine
+    def load(config: EngineConfig) -> EngineParts:
         parts = load_engine(config)
         backbone = parts.runner.backbone
         hidden_states = backbone.hidden_states
         backbone.hidden_states = lambda *args: hidden_states(*args) * torch.nan  # type: ignore[method-assign]
-        return replace(parts, runner=parts.runner)
+        return parts
 
     async def one(harness: Harness) -> list[str | None]:
         stream = harness.engine.generate([[5, 6]], SamplingParams(max_tokens=0, pooling="last"))

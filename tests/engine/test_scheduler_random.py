@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,15 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def play(seed: int, *, depth: int, num_turns: int = 80, with_failures: bool = True) -> FakeEngine:
+def play(
+    seed: int,
+    *,
+    depth: int,
+    num_turns: int = 80,
+    with_failures: bool = True,
+    change: Callable[[random.Random, FakeEngine, list[int], SamplingParams], SamplingParams] | None = None,
+) -> FakeEngine:
+    """change: a request's parameters may become others."""
     rng = random.Random(seed)
     max_model_len = rng.choice([48, 96, 200])
     block_size = rng.choice([4, 16])
@@ -59,6 +68,8 @@ def play(seed: int, *, depth: int, num_turns: int = 80, with_failures: bool = Tr
                 for index in range(rng.choice([1, 1, 2])):
                     prompt = random_prompt(rng, stems, max_model_len - 1)
                     params = random_params(rng)
+                    if change is not None:
+                        params = change(rng, engine, prompt, params)
                     engine.add(
                         prompt,
                         params,
