@@ -14,7 +14,7 @@ from server.engine_port import Engine
 from server.metrics import Metrics
 from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
-from server.routes import chat, completions, embeddings, health, messages, models, responses, tokenize
+from server.routes import chat, completions, embeddings, health, messages, models, openapi, responses, tokenize
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
@@ -27,6 +27,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     messages.router,
     embeddings.router,
     tokenize.router,
+    openapi.router,
 )
 
 

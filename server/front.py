@@ -26,7 +26,7 @@ from server.ignored import IgnoredFields
 from server.metrics import Metrics
 from server.observe import Observer
 from server.protocol.answers import AnswerWriter
-from server.protocol.common import GenerationRequest, Wire, parse, short
+from server.protocol.common import GenerationRequest, Limits, Wire, parse, short
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.reading import ModelReader
 from server.settings import Settings
@@ -52,6 +52,7 @@ class Front:
         self.reader = ModelReader(
             self.tokenizer, tool_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
         )
+        self.limits = Limits(settings.max_prompts, settings.max_messages, settings.max_tools)
         self.ignored = IgnoredFields(strict=settings.strict_fields)
         self.created = int(time.time())  # of the served models, as /v1/models tells
 
@@ -88,6 +89,7 @@ class Front:
         """Hand the request to the engine and answer it, streamed or plain. shown, num_kept: see Answer.
 
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
+        self._check_limits(params)
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
         if params.structured is not None:
@@ -108,6 +110,18 @@ class Front:
             keep_alive_s=self.settings.sse_keep_alive,
             error_view=self.error_view,
         )
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for more than the operator allows."""
+        settings = self.settings
+        if params.n > settings.max_n:
+            raise InvalidRequest(f"n (and best_of) must be at most {settings.max_n}, got {params.n}.", param="n")
+        if len(params.stop) > settings.max_stop_strings:
+            told = f"stop must have at most {settings.max_stop_strings} strings, got {len(params.stop)}."
+            raise InvalidRequest(told, param="stop")
+        if (length := sum(map(len, params.stop))) > settings.max_stop_length:
+            told = f"stop must have at most {settings.max_stop_length} characters in all, got {length}."
+            raise InvalidRequest(told, param="stop")
 
     async def _compile(self, structured: StructuredOutput) -> None:
         """Before admission, so that a bad grammar is a plain 400 also for a stream. Raises InvalidParameter,
@@ -153,14 +167,15 @@ def front_for(app: Starlette) -> Front:
 async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None] | None = None) -> Wire:
     """The checked body of a request; what nobody reads of it is noted for the answer's header. Raises
     InvalidRequest."""
+    front = front_of(request)
     body = await request.body()
 
     def parsed() -> Wire:
-        wire = parse(body, kind)
+        wire = parse(body, kind, front.limits)
         if check is not None:
             check(wire)
         return wire
 
     wire = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
-    front_of(request).ignored.check(request, wire)
+    front.ignored.check(request, wire)
     return wire

@@ -30,7 +30,7 @@ from engine.config import (
     StructuredConfig,
     usable_cores,
 )
-from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
+from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
 ENV_PREFIX = "PAGEMILL_"
 MAX_THREADS = 1024  # the largest machines have fewer cores, and OpenMP ends the process where a thread cannot be made
@@ -144,11 +144,21 @@ class Settings(BaseSettings):
     grace_period: Seconds = _setting(
         20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"
     )
+    max_n: Annotated[int, Field(ge=1, le=MAX_N)] = _setting(MAX_N, "Choices per prompt, best_of included.")
+    max_stop_strings: Annotated[int, Field(ge=0, le=MAX_STOP_STRINGS)] = _setting(
+        MAX_STOP_STRINGS, "Stop strings of one request."
+    )
+    max_stop_length: Annotated[int, Field(ge=0, le=MAX_STOP_CHARS)] = _setting(
+        MAX_STOP_CHARS, "All stop strings of one request together.", unit="characters"
+    )
+    max_prompts: Positive = _setting(1024, "Prompts in one completion request.")
+    max_messages: Positive = _setting(4096, "Messages, or input items, of one conversation.")
+    max_tools: Positive = _setting(1024, "Tools of one request.")
     max_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_CEILING)] = _setting(
         MAX_LOGPROBS, "Alternatives per token that a request may ask for."
     )
     max_prompt_logprobs: Positive = _setting(
-        4 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
+        1 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe line that is logged.")
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")

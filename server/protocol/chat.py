@@ -11,8 +11,6 @@ from server.protocol.chat_tools import Tool
 from server.protocol.common import GenerationRequest, at_most
 from server.protocol.errors import InvalidRequest
 
-MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
 MAX_MODALITIES = 16
 # what the template is given by ourselves, and what would be another template
 RESERVED_VARIABLES = frozenset(
@@ -27,15 +25,16 @@ class ChatRequest(GenerationRequest):
         "audio", "function_call", "metadata", "prediction", "service_tier", "store", "verbosity", "web_search_options",
     }  # fmt: skip
 
-    messages: Annotated[list[Message], FailFast(), at_most(MAX_MESSAGES)]
+    messages: Annotated[list[Message], FailFast(), at_most("messages")]
     max_completion_tokens: int | None = None
+    best_of: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
-    tools: Annotated[list[Tool] | None, FailFast(), at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[Tool] | None, FailFast(), at_most("tools")] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[dict[str, Any]] | None, at_most(MAX_TOOLS)] = None
+    functions: Annotated[list[dict[str, Any]] | None, at_most("tools")] = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -62,6 +61,8 @@ class ChatRequest(GenerationRequest):
         self._check_template()
         self._check_logprobs()
         self._check_not_offered()
+        if self.best_of is not None and not self.use_beam_search:
+            raise InvalidRequest("best_of needs use_beam_search to be true.", param="best_of")
         for param in ("max_tokens", "max_completion_tokens"):
             limit = getattr(self, param)
             if limit is not None and limit < 1:

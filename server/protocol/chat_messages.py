@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from server.protocol.common import at_most, short, wrong
 from server.protocol.custom_input import CUSTOM_FIELD
@@ -54,13 +54,25 @@ def _part(part: object) -> TextPart:
     return TextPart(type="text", text=text, **rest)
 
 
+CONTENT_SCHEMA = WithJsonSchema({
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {
+            "type": "object", "required": ["type", "text"],
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        }},
+        {"type": "null"},
+    ]
+})  # fmt: skip
+
+
 class Message(WireModel):
     """One message."""
 
     hints: ClassVar = frozenset({"refusal", "annotations", "audio", "function_call", "cache_control", "id", "type"})
 
     role: Role
-    content: Annotated[str | tuple[TextPart, ...] | None, BeforeValidator(_content)] = None
+    content: Annotated[str | tuple[TextPart, ...] | None, BeforeValidator(_content), CONTENT_SCHEMA] = None
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None

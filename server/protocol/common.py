@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.outputs import SamplingDefaults
 from engine.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
+    MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from server.protocol.beam import SearchFields
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
 
@@ -38,13 +41,33 @@ def wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("pagemill", "{text}", {"text": message})
 
 
-def at_most(limit: int) -> BeforeValidator:
-    """For a field that is a list: counted before any item is looked at. A megabyte can hold half a million items, and
-    pydantic makes an error of a kilobyte for each (with FailFast for the first alone)."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Lengths of lists that the operator may set; the context in which a body is validated."""
 
-    def check(value: object) -> object:
-        if isinstance(value, list) and len(value) > limit:
-            raise wrong(f"must have at most {limit} items, got {len(value)}.")
+    prompts: int = 1024
+    messages: int = 4096
+    tools: int = 1024
+
+
+UNCOUNTED = Limits(*[2**31] * 3)
+
+
+def limit_of(info: ValidationInfo, name: str) -> int:
+    limits = info.context if isinstance(info.context, Limits) else Limits()
+    return int(getattr(limits, name))
+
+
+def at_most(limit: int | str) -> BeforeValidator:
+    """For a field that is a list: counted before any item is looked at. A megabyte can hold half a million items, and
+    pydantic makes an error of a kilobyte for each (with FailFast for the first alone).
+
+    limit: a number, or the name of one of `Limits`."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        most = limit_of(info, limit) if isinstance(limit, str) else limit
+        if isinstance(value, list) and len(value) > most:
+            raise wrong(f"must have at most {most} items, got {len(value)}.")
         return value
 
     return BeforeValidator(check)
@@ -96,13 +119,40 @@ def _logit_bias(value: object) -> object:
     return tuple(pairs.items())
 
 
+def within(low: float, high: float | None = None) -> Any:
+    """A field that may be absent. Its bounds stand in the description of the API; who checks them is
+    SamplingParams."""
+    bounds = {"minimum": low} | ({} if high is None else {"maximum": high})
+    return Field(default=None, json_schema_extra=bounds)
+
+
+STOP_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
+            {"type": "null"},
+        ]
+    }
+)
+BIAS_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+            {"type": "null"},
+        ],
+        "description": "Token id, as text -> what is added to its logit.",
+    }
+)
+
+
 class StreamOptions(WireModel):
     hints: ClassVar = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool | None = None
 
 
-class GenerationRequest(WireModel):
+class GenerationRequest(SearchFields):
     """What completions and chat have in common. A field that is None was absent or null."""
 
     hints: ClassVar = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
@@ -110,22 +160,22 @@ class GenerationRequest(WireModel):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop)] = ()
+    n: int | None = within(1, MAX_N)
+    max_tokens: int | None = within(0)
+    min_tokens: int | None = within(0)
+    temperature: float | None = within(0)
+    top_p: float | None = within(0, 1)
+    top_k: int | None = within(-1)
+    min_p: float | None = within(0, 1)
+    seed: int | None = within(-(2**63), 2**63 - 1)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop), STOP_SCHEMA] = ()
     stop_token_ids: Annotated[tuple[int, ...], _token_ids(MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias)] = ()
+    presence_penalty: float | None = within(-2, 2)
+    frequency_penalty: float | None = within(-2, 2)
+    repetition_penalty: float | None = within(1e-3, 1e3)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias), BIAS_SCHEMA] = ()
     logprob_token_ids: Annotated[tuple[int, ...], _token_ids(MAX_LOGPROB_TOKEN_IDS)] = ()
     logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = None
     return_token_ids: bool | None = None
@@ -144,6 +194,7 @@ class GenerationRequest(WireModel):
 
     def check_common(self) -> None:
         """Raises InvalidRequest for what no single field can tell."""
+        self.check_search()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
         if self.cache_salt is not None and len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
@@ -157,6 +208,8 @@ class GenerationRequest(WireModel):
         """The engine's parameters: an explicit value wins, then the model's default, then OpenAI's.
 
         Raises engine.sampling_params.InvalidParameter for a value out of bounds."""
+        if self.use_beam_search:
+            defaults = SamplingDefaults()  # nothing is drawn
         return SamplingParams(
             n=_or(self.n, 1),
             max_tokens=max_tokens,
@@ -178,6 +231,7 @@ class GenerationRequest(WireModel):
             logprob_token_ids=self.logprob_token_ids,
             logprobs_mode="processed" if (self.logprobs_mode or "").startswith("processed") else "raw",
             skip_special_tokens=self.skip_special_tokens is not False,
+            beam=self.search(_or(self.n, 1), getattr(self, "best_of", None)),
         )
 
 
@@ -189,7 +243,7 @@ def _or(*values: Number | None) -> Number:
     return next(value for value in values if value is not None)
 
 
-def parse(body: bytes, kind: type[Wire]) -> Wire:
+def parse(body: bytes, kind: type[Wire], limits: Limits = Limits()) -> Wire:
     """JSON bytes -> a checked wire object. Raises InvalidRequest with OpenAI-like words and `param`.
 
     orjson refuses what this needs refused: NaN, infinities and 1e400, lone surrogates, bytes that are no UTF-8,
@@ -202,13 +256,14 @@ def parse(body: bytes, kind: type[Wire]) -> Wire:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
-    return check_fields(data, kind)
+    return check_fields(data, kind, limits)
 
 
-def check_fields(data: dict[str, Any], kind: type[Wire]) -> Wire:
-    """A parsed JSON object -> a checked wire object. Raises InvalidRequest."""
+def check_fields(data: dict[str, Any], kind: type[Wire], limits: Limits = UNCOUNTED) -> Wire:
+    """A parsed JSON object -> a checked wire object; its lists were counted before, unless there are limits. Raises
+    InvalidRequest."""
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context=limits)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)
         raise _friendly(details[0]) from None

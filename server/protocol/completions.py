@@ -9,19 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from engine.outputs import SamplingDefaults
 from engine.sampling_params import MAX_N, SamplingParams
-from server.protocol.common import GenerationRequest, short, wrong
+from server.protocol.common import GenerationRequest, limit_of, short, wrong
 from server.protocol.errors import InvalidRequest
 from server.protocol.structured import structured_output
 
-MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def read_prompts(value: object, limit: int = MAX_PROMPTS) -> object:
+def read_prompts(value: object, limit: int) -> object:
     """Any of the four forms -> tuple of prompts, each a string or a tuple of token ids."""
     if isinstance(value, str):
         return (value,)
@@ -41,6 +40,21 @@ def read_prompts(value: object, limit: int = MAX_PROMPTS) -> object:
     raise wrong("must have only strings, only token ids or only lists of token ids.")
 
 
+def _prompts(value: object, info: ValidationInfo) -> object:
+    return read_prompts(value, limit_of(info, "prompts"))
+
+
+PROMPT_SCHEMA = WithJsonSchema({
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+         "minItems": 1},
+    ]
+})  # fmt: skip
+
+
 def _token_ids(value: list[object], index: int) -> tuple[object, ...]:
     if not value:
         raise wrong(f"has an empty list of token ids at index {index}.")
@@ -53,7 +67,7 @@ def _token_ids(value: list[object], index: int) -> tuple[object, ...]:
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(read_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts), PROMPT_SCHEMA]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -87,7 +101,7 @@ class CompletionRequest(GenerationRequest):
         params = super().sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
         return replace(
             params,
-            n=params.n if self.best_of is None else self.best_of,
+            n=params.n if self.best_of is None or self.use_beam_search else self.best_of,
             prompt_logprobs=self.num_prompt_alternatives,
             structured=structured_output(self),
         )
@@ -96,6 +110,8 @@ class CompletionRequest(GenerationRequest):
         """Raises InvalidRequest for combinations that are wrong or not offered."""
         self.check_common()
         self._check_best_of()
+        if self.use_beam_search and self.num_echoed is not None:
+            raise InvalidRequest("echo with logprobs cannot be combined with beam search.", param="echo")
         if self.suffix and self.echo:
             raise InvalidRequest("echo together with suffix is not supported.", param="echo")
         if self.stream and self.prompt_logprobs is not None:

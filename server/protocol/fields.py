@@ -16,10 +16,18 @@ from pydantic import BaseModel, ConfigDict
 from server.protocol.errors import InvalidRequest
 
 
+def _describe_hints(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """For the description of the API: hints are fields too, of any kind."""
+    for name in sorted(getattr(model, "hints", ())):
+        schema.setdefault("properties", {})[name] = {"description": "Accepted; without effect."}
+
+
 class WireModel(BaseModel):
     """Base of what is read from a body. hints: fields that are known, accepted and without effect."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_describe_hints
+    )
 
     hints: ClassVar[frozenset[str]] = frozenset()
 

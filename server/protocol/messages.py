@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, FailFast
 
 from engine.sampling_params import MAX_STOP_STRINGS
-from server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from server.protocol.chat import ChatRequest
 from server.protocol.common import at_most, check_fields, short, wrong
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
@@ -96,11 +96,11 @@ class MessagesRequest(WireModel):
         "speed", "diagnostics", "user_profile_id", "workspace_id", "betas",
     })  # fmt: skip
 
-    messages: Annotated[list[Any], at_most(MAX_MESSAGES)]
+    messages: Annotated[list[Any], at_most("messages")]
     system: Any = None
     max_tokens: int | None = None
     stop_sequences: Annotated[tuple[str, ...], BeforeValidator(_stop_sequences)] = ()
-    tools: Annotated[list[Tool] | None, FailFast(), at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[Tool] | None, FailFast(), at_most("tools")] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -139,7 +139,11 @@ class MessagesRequest(WireModel):
         chat = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         chat["messages"] = chat_messages(self.messages, self.system, ignored, late_system=late_system)
         chat["stop"] = list(self.stop_sequences)
-        if chat["messages"][-1]["role"] == "assistant":
+        last = chat["messages"][-1]
+        if last["role"] == "assistant":
+            if "tool_calls" in last:
+                told = "messages must not end with a tool_use block: its tool_result must follow."
+                raise InvalidRequest(told, param="messages")
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
         chat |= self._tools_for_chat() | self._format_for_chat() | self._thinking_for_chat()
         request = check_fields(chat, ChatRequest)

@@ -17,7 +17,7 @@ from server.protocol.common import GenerationRequest, StreamOptions, at_most, ch
 from server.protocol.errors import ApiError, InvalidRequest
 from server.protocol.fields import WireModel
 from server.protocol.response_items import Item, to_messages
-from server.protocol.response_tools import MAX_TOOLS, Tools
+from server.protocol.response_tools import Tools
 
 MAX_ITEMS = 4096  # of one conversation, those of earlier responses included
 MAX_METADATA = 16
@@ -73,11 +73,11 @@ class ResponsesRequest(GenerationRequest):
         "service_tier",
     }  # fmt: skip
 
-    input: str | Annotated[list[Any], at_most(MAX_ITEMS)] | None = None
+    input: str | Annotated[list[Any], at_most("messages")] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Annotated[list[dict[str, Any]] | None, FailFast(), at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[dict[str, Any]] | None, FailFast(), at_most("tools")] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -213,7 +213,7 @@ _PARAMS = (
     (re.compile(r"response_format"), "text.format"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"tools\[.*"), "tools"),
-    (re.compile(r"tool_choice\..*"), "tool_choice"),
+    (re.compile(r"tool_choice\.(function|custom|allowed_tools)\b.*"), "tool_choice"),
 )
 
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.conversation import prepare
 from server.front import front_of, read
+from server.openapi import takes
 from server.protocol.chat import ChatRequest
 from server.protocol.chat_writer import ChatWriter
 
@@ -18,7 +19,7 @@ REASONING_FIELDS = {
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest, streams=True))
 async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation through the model's chat template."""
     front = front_of(request)

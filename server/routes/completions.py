@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.fill_middle import FillMiddle
 from server.front import Front, front_of, read
+from server.openapi import takes
 from server.protocol.completion_writer import CompletionWriter
 from server.protocol.completions import CompletionRequest
 from server.protocol.errors import InvalidRequest
@@ -17,7 +18,7 @@ from server.shown_prompt import ShownPrompt
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest, streams=True))
 async def create_completion(request: Request) -> Response:
     """Continue one or more prompts."""
     front = front_of(request)

@@ -14,6 +14,7 @@ from engine.sampling_params import SamplingParams
 from server.engine_port import Generation
 from server.front import Front, front_of, read
 from server.observe import Observer
+from server.openapi import takes
 from server.protocol.embeddings import EmbeddingRequest
 
 CLIENT_CLOSED = 499  # what proxies log for a client that went away
@@ -24,7 +25,7 @@ RETRY_S = 0.05  # the rest of a request that has begun waits for room in the que
 router = APIRouter()
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """Embed one or more inputs."""
     front = front_of(request)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.conversation import Conversation, prepare
 from server.front import Front, front_of, read
+from server.openapi import takes
 from server.protocol.chat import ChatRequest
 from server.protocol.errors import InvalidRequest
 from server.protocol.messages import MessagesRequest
@@ -18,7 +19,7 @@ from server.protocol.messages_writer import MessagesWriter
 router = APIRouter()
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", openapi_extra=takes(MessagesRequest, streams=True))
 async def create_message(request: Request) -> Response:
     """Go on with a conversation. What does not fit beside the prompt is cut by the context, not refused."""
     front = front_of(request)
@@ -41,7 +42,7 @@ async def create_message(request: Request) -> Response:
     return await front.generate(request, chat, [conversation.prompt], params, writer)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesRequest))
 async def count_tokens(request: Request) -> Response:
     """{"input_tokens"}: what the prompt of the same POST /v1/messages would have, also where that is too long."""
     front = front_of(request)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from engine.sampling_params import InvalidParameter
 from server.conversation import Conversation, prepare
 from server.front import Front, front_of, read
+from server.openapi import takes
 from server.protocol.common import short
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.protocol.response_items import Item, Reader, cut, cuts, references
@@ -38,7 +39,7 @@ class Given:
     dropped: list[str]
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest, streams=True))
 async def create_response(request: Request) -> Response:
     """Answer an input, or continue an earlier response."""
     front = front_of(request)
@@ -67,7 +68,7 @@ async def create_response(request: Request) -> Response:
         raise in_our_words(to_api_error(error)) from None
 
 
-@router.post("/v1/responses/input_tokens")
+@router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesRequest))
 async def count_input_tokens(request: Request) -> Response:
     """{"input_tokens"} of a body that POST /v1/responses would take, without an answer."""
     front = front_of(request)

@@ -8,12 +8,13 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.front import front_of, read
+from server.openapi import takes
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """{"prompt"} -> {"tokens", "count", "max_model_len"}, as /v1/completions would read the prompt."""
     front = front_of(request)
@@ -25,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """{"tokens"} -> {"prompt"}; ids outside the vocabulary are refused, as /v1/completions refuses them."""
     front = front_of(request)

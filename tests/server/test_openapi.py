@@ -1,0 +1,96 @@
+"""/openapi.json names every route, the schema of each body and the shape of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from server.app import ROUTERS
+from tests.server.fake_engine import FakeEngine, says, small_tokenizer
+from tests.server.harness import client_of
+
+TOKENIZER = small_tokenizer()
+USER = {"role": "user", "content": "a"}
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+
+
+async def described() -> dict[str, Any]:
+    async with client_of(engine()) as client:
+        response = await client.get("/openapi.json")
+        assert (await client.get("/openapi.json")).content == response.content
+    assert response.status_code == 200
+    return dict(response.json())
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(references, value.values()))
+    return set().union(*map(references, value)) if isinstance(value, list) else set()
+
+
+async def test_every_route_is_described() -> None:
+    paths = (await described())["paths"]
+    for route in (route for router in ROUTERS for route in router.routes):
+        assert isinstance(route, Route)
+        if route.path == "/openapi.json":
+            continue
+        operations = paths[route.path.replace(":path}", "}")]
+        for method in (route.methods or set()) - {"HEAD"}:
+            operation = operations[method.lower()]
+            assert {"4XX", "5XX"} <= set(operation["responses"])
+            assert ("requestBody" in operation) == (method == "POST" and not route.path.endswith("/cancel"))
+
+
+async def test_every_reference_leads_somewhere() -> None:
+    document = await described()
+    found = references(document)
+    assert len(found) > 10
+    for reference in found:
+        assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+async def test_schemas_say_what_is_taken() -> None:
+    schemas = (await described())["components"]["schemas"]
+    chat = schemas["ChatRequest"]
+    assert chat["required"] == ["messages"]
+    assert chat["properties"]["top_p"] | {"title": ""} == {
+        "anyOf": [{"type": "number"}, {"type": "null"}], "minimum": 0, "maximum": 1, "title": "",
+    }  # fmt: skip
+    assert chat["properties"]["user"] == {"description": "Accepted; without effect."}
+    assert {"type": "string"} in schemas["ChatRequest.Message"]["properties"]["content"]["anyOf"]
+    assert len(schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]) == 4
+
+
+async def test_it_is_guarded() -> None:
+    async with client_of(engine(), api_key=("key",)) as client:
+        assert (await client.get("/openapi.json")).status_code == 401
+        assert (await client.get("/openapi.json", headers={"Authorization": "Bearer key"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "settings", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}, {"max_prompts": 1}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "n": 3}, {"max_n": 2}, "n"),
+        ("/v1/completions", {"prompt": "a", "stop": ["a", "b"]}, {"max_stop_strings": 1}, "stop"),
+        ("/v1/completions", {"prompt": "a", "stop": "abc"}, {"max_stop_length": 2}, "stop"),
+        ("/v1/chat/completions", {"messages": [USER] * 3}, {"max_messages": 2}, "messages"),
+        ("/v1/chat/completions", {"messages": [USER],
+         "tools": [{"type": "function", "function": {"name": "f"}}] * 2}, {"max_tools": 1}, "tools"),
+    ],
+)  # fmt: skip
+async def test_limits_are_settings(path: str, body: Any, settings: dict[str, int], param: str) -> None:
+    served = engine()
+    async with client_of(served, **settings) as client:
+        refused = await client.post(path, json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+        assert served.admitted == []
+    async with client_of(served) as client:
+        assert (await client.post(path, json=body)).status_code == 200
