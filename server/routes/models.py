@@ -1,8 +1,12 @@
-"""GET /v1/models and /v1/models/{name}: what is served, its context length and its sampling defaults."""
+"""GET /v1/models and /v1/models/{name}: what is served, its context length and its sampling defaults.
+
+One object answers OpenAI's clients and Anthropic's: each finds its own fields.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -17,7 +21,9 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """The served names, all of the one model."""
     front = front_of(request)
-    return _json({"object": "list", "data": [_model(front, name) for name in front.model_names]})
+    names = front.model_names
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return _json({"object": "list", "data": [_model(front, name) for name in names], **ends})
 
 
 @router.get("/v1/models/{name:path}")
@@ -42,6 +48,11 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         "dtype": info.dtype,
         "num_parameters": info.num_parameters,
         "sampling_defaults": neutral | given,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(front.created, UTC).isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": info.max_model_len - 1,
+        "max_tokens": info.max_model_len - 1,
     }
 
 

@@ -123,6 +123,13 @@ def test_counting(client: Any) -> None:
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    model = client.models.retrieve(MODEL)
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert model.created_at.year >= 2025
+
+
 def test_errors(client: Any, base_url: str) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**{**ASKED, "model": "nothing"})

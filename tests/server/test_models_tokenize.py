@@ -30,6 +30,9 @@ async def test_models() -> None:
     assert one["sampling_defaults"] == {
         "temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "my/model", "alias")
+    assert (one["type"], one["display_name"], one["max_tokens"]) == ("model", "my/model", 511)
+    assert one["created_at"].endswith("Z")
     assert error["code"] == "model_not_found"
     assert by_alias["model"] == "alias"
 
