@@ -222,8 +222,6 @@ class AsyncEngine:
             raise InvalidParameter(param, f"{param} cannot be combined with beam search.")
         if not prompts:
             raise InvalidParameter("prompt", "At least one prompt is needed.")
-        if params.beam is not None:
-            self._check_beam(params, params.beam, max(map(len, prompts)))
         for prompt in prompts:
             if not prompt:
                 raise InvalidParameter("prompt", "The prompt must hold at least one token.")
@@ -242,23 +240,26 @@ class AsyncEngine:
                     f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
                     f"{len(prompt) + wanted} tokens ({len(prompt)} in the prompt, {wanted} for the completion).",
                 )
+        if params.beam is not None:
+            for length in set(map(len, prompts)):
+                self._check_beam(params, params.beam, length)
 
-    def _check_beam(self, params: SamplingParams, beam: BeamSearch, longest: int) -> None:
-        """longest: tokens of the longest prompt."""
+    def _check_beam(self, params: SamplingParams, beam: BeamSearch, prompt_len: int) -> None:
         info, limit = self.model_info, self.config.scheduler.max_num_seqs
+        param = "n" if beam.width == params.n else "best_of"
         if beam.width > limit:
             raise InvalidParameter(
-                "best_of", f"A beam search may have at most {limit} hypotheses here, this one asks for {beam.width}."
+                param, f"A beam search may have at most {limit} hypotheses here, this one asks for {beam.width}."
             )
         if num_candidates(params, info.eos_token_ids) > info.vocab_size:
-            raise InvalidParameter("best_of", "A beam search needs more tokens in the vocabulary than hypotheses.")
-        room = info.max_model_len - longest
+            raise InvalidParameter(param, "A beam search needs more tokens in the vocabulary than hypotheses.")
+        room = info.max_model_len - prompt_len
         wanted = room if params.max_tokens is None else params.max_tokens
-        needed = num_blocks_needed(beam, longest, wanted, info.block_size)
+        needed = num_blocks_needed(beam, prompt_len, wanted, info.block_size)
         if needed > info.num_blocks:
             raise InvalidParameter(
                 "max_tokens",
-                f"A beam search of {beam.width} hypotheses, {longest} prompt and {wanted} output tokens may need "
+                f"A beam search of {beam.width} hypotheses, {prompt_len} prompt and {wanted} output tokens may need "
                 f"{needed * info.block_size} tokens of KV memory, the server has {info.num_blocks * info.block_size}. "
                 "Please reduce max_tokens or the number of hypotheses.",
             )
