@@ -12,6 +12,7 @@ from server.protocol.common import GenerationRequest, at_most
 from server.protocol.errors import InvalidRequest
 
 MAX_MODALITIES = 16
+MAX_EFFORT_CHARS = 32
 # what the template is given by ourselves, and what would be another template
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
@@ -80,6 +81,9 @@ class ChatRequest(GenerationRequest):
         if self.chat_template is not None:
             told = "chat_template is not accepted: the model's own template is used. See chat_template_kwargs."
             raise InvalidRequest(told, param="chat_template")
+        if self.reasoning_effort is not None and not 0 < len(self.reasoning_effort) <= MAX_EFFORT_CHARS:
+            told = f"reasoning_effort must have 1 to {MAX_EFFORT_CHARS} characters."
+            raise InvalidRequest(told, param="reasoning_effort")
         for name in self.chat_template_kwargs or ():
             if name in RESERVED_VARIABLES:
                 param = f"chat_template_kwargs.{name}"
