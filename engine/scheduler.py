@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.batch import NewRow, NewTokens, RowOutput, ScheduledBatch, StepOutput
-from engine.beam import num_blocks_needed
+from engine.batch import RowOutput, ScheduledBatch, StepOutput
 from engine.beam_group import BeamGroup
+from engine.beam_groups import BeamGroups
 from engine.config import SchedulerConfig
 from engine.kv.manager import KVCacheManager, PrefixMatch
 from engine.outputs import FinishReason
@@ -46,7 +46,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = StepPlan(0.0, 0)  # retired last
         self._next_step_id = 0
-        self._groups: dict[Request, BeamGroup] = {}
+        self._groups = BeamGroups(manager, self._rows)
         self._num_unforked = 0
         self._num_preemptions = self._num_recomputed = self._num_discarded = 0
 
@@ -82,16 +82,16 @@ class Scheduler:
         wanted = request.params.max_tokens
         if not primary.token_ids or room < (0 if wanted == 0 else 1):
             raise ValueError(f"a prompt of {primary.num_prompt_tokens} tokens cannot be served")
-        live = self._live.setdefault(request.stream_id, {})
         for sequence in request.sequences:
             sequence.max_output_tokens = room if wanted is None else min(room, wanted)
-            live[request.prompt_index, sequence.choice_index] = sequence
         if request.params.beam is not None:
-            self._add_group(request)
-            return
-        primary.siblings = siblings
-        self._num_unforked += len(siblings)
-        self.waiting.append(primary)
+            self.waiting += self._groups.add(request).beams
+        else:
+            primary.siblings = siblings
+            self._num_unforked += len(siblings)
+            self.waiting.append(primary)
+        live = self._live.setdefault(request.stream_id, {})
+        live.update({(request.prompt_index, s.choice_index): s for s in request.sequences})
 
     def abort(
         self,
@@ -179,7 +179,9 @@ class Scheduler:
         ones go on and will free memory."""
         while not self.manager.allocate_slots(sequence, num_tokens):
             victim = self.running[-1]
-            if self._moves_with(victim, sequence) or self._rows.num_releasing:  # blocks come back when a step retires
+            if (
+                self._groups.move_together(victim, sequence) or self._rows.num_releasing
+            ):  # blocks come back when a step retires
                 return False
             self._preempt(victim)
         return True
@@ -191,7 +193,7 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and self._rows.has_free and step.budget > 0:
             sequence = self.waiting[0]
-            if sequence.releasing or self._rows.num_free < self._rows_wanted(sequence):
+            if sequence.releasing or self._rows.num_free < self._groups.num_rows_wanted(sequence):
                 break
             match = None if manager.is_claimed(sequence.waits_for) else manager.match_prefix(sequence)
             if match is None or manager.is_claimed(match.next_name):
@@ -212,7 +214,7 @@ class Scheduler:
     def _admit(self, step: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
         sequence.waits_for = None
         self._start(step, sequence)
-        if (group := self._group_of(sequence)) is not None:
+        if (group := self._groups.of(sequence)) is not None:
             group.admitted(step.now)
         self.running.append(sequence)
         num_cached = self.manager.begin(sequence, match)
@@ -224,14 +226,14 @@ class Scheduler:
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         fits = self.manager.allocate_slots(sequence, num_tokens, announce=False)
         assert fits, "admission counted the blocks"
-        step.new_rows.append(_new_row(sequence))
+        step.tell_new_row(sequence)
         self._add(step, sequence, num_tokens)
 
     def _add(self, step: StepPlan, sequence: Sequence, num_tokens: int) -> None:
         index = len(step.rows)
-        group = self._group_of(sequence)
+        group = self._groups.of(sequence)
         if group is not None:
-            _tell_row(step, sequence)
+            step.tell_tokens(sequence)
         if step.add(sequence, num_tokens) and sequence.siblings:
             if group is None:
                 self._fork_siblings(step, sequence, index)
@@ -248,7 +250,7 @@ class Scheduler:
             self._start(step, sibling)
             self.manager.fork(primary, sibling)
             sibling.num_computed_tokens = primary.num_computed_tokens
-            step.new_rows.append(_new_row(sibling))
+            step.tell_new_row(sibling)
             step.add(sibling, sibling.num_prompt_tokens - sibling.num_computed_tokens, logits_from=index)
             step.forked.append(sibling)
         primary.siblings = []
@@ -292,7 +294,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.FINISHED:
             self._num_discarded += len(row.token_ids)
         elif row.error is not None:
-            group = self._group_of(sequence)
+            group = self._groups.of(sequence)
             for each in (sequence,) if group is None else tuple(group.open_choices):
                 self._end(each, "error", collected, row.error)
         else:
@@ -315,7 +317,7 @@ class Scheduler:
                 self._end(each, "length", collected)
 
     def _append(self, sequence: Sequence, row: RowOutput, collected: Collected) -> None:
-        group = self._group_of(sequence)
+        group = self._groups.of(sequence)
         if group is not None:
             self._hear(group, sequence, row, collected)
             return
@@ -363,7 +365,7 @@ class Scheduler:
     def _leave_queue(self, sequence: Sequence) -> None:
         """Out of running, waiting or its primary's siblings; its own siblings get a new primary."""
         place = 0
-        group = self._group_of(sequence)
+        group = self._groups.of(sequence)
         if group is not None:
             self._leave_group(group, sequence)
             return
@@ -385,7 +387,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of waiting. Its tokens stay, its blocks stay cached until others need them."""
-        group = self._group_of(sequence)
+        group = self._groups.of(sequence)
         if group is not None:
             self._preempt_group(group)
             return
@@ -397,31 +399,6 @@ class Scheduler:
         self._rows.leave(sequence)
 
     # -- beam searches: groups of sequences that move together
-
-    def _group_of(self, sequence: Sequence) -> BeamGroup | None:
-        return self._groups.get(sequence.request) if self._groups else None
-
-    def _moves_with(self, one: Sequence, other: Sequence) -> bool:
-        return one is other or (one.request is other.request and self._group_of(one) is not None)
-
-    def _rows_wanted(self, sequence: Sequence) -> int:
-        """Rows that must be free to admit a sequence: a search must never wait for one half-way."""
-        group = self._group_of(sequence)
-        return 1 if group is None else group.width
-
-    def _add_group(self, request: Request) -> None:
-        """Raises ValueError for a search that may need more rows or blocks than there are."""
-        group = BeamGroup(request, self.manager, self._rows)
-        choice, beam = request.sequences[0], request.params.beam
-        assert beam is not None
-        length = choice.num_prompt_tokens, choice.max_output_tokens
-        needed = num_blocks_needed(beam, *length, self.manager.block_size) * self.manager.num_groups
-        if group.width > self._rows.num_rows or needed > self.manager.allocator.num_blocks:
-            for each in request.sequences:
-                del self._live[request.stream_id][request.prompt_index, each.choice_index]
-            raise ValueError(f"a beam search of {group.width} hypotheses and {needed} blocks cannot be served")
-        self._groups[request] = group
-        self.waiting += group.beams
 
     def _fork_beams(self, group: BeamGroup, trunk: Sequence) -> None:
         """They stand beside the trunk, for they are as old as it is, and compute from the next step on."""
@@ -448,28 +425,19 @@ class Scheduler:
 
     def _end_group(self, group: BeamGroup, collected: Collected) -> None:
         results = group.search.results(len(group.choices))
-        for choice, found in zip(group.choices, results, strict=True):
-            if choice not in group.open_choices:
-                continue
-            hypothesis = found.hypothesis
-            choice.token_ids += hypothesis.token_ids
-            collected.tell(
-                choice,
-                token_ids=hypothesis.token_ids,
-                logprobs=hypothesis.logprobs,
-                top_logprobs=hypothesis.alternatives or None,
-                finish_reason=found.reason,
-                stop_token_id=hypothesis.token_ids[-1] if found.reason == "stop" else None,
-            )
-            self._close(choice, found.reason, collected)
+        for choice, found in zip(group.choices, results, strict=False):
+            if choice in group.open_choices:
+                collected.tell_found(choice, found)
+                self._close(choice, found.reason, collected)
+        for choice in tuple(group.open_choices):  # a model that bans nearly all tokens
+            self._end(choice, "error", collected, "The beam search found fewer outputs than were asked for.")
 
     def _leave_group(self, group: BeamGroup, choice: Sequence) -> None:
         """A choice ends; with the last one the search does."""
         group.open_choices.remove(choice)
         if not group.open_choices:
             self._take_out(group)
-            group.disband()
-            del self._groups[group.request]
+            self._groups.remove(group)
 
     def _preempt_group(self, group: BeamGroup) -> None:
         self._take_out(group)
@@ -515,13 +483,8 @@ class Scheduler:
         """Raises AssertionError unless rows, blocks and queues add up. For tests."""
         named = {id(e.sequence): e.sequence for step in self._in_flight for e in step.entries}
         choices = [s for stream in self._live.values() for s in stream.values()]
-        assert set(self._groups) == {s.request for s in choices if s.request.params.beam is not None}
-        beams = [beam for group in self._groups.values() for beam in group.beams]
-        live = {id(s): s for s in [*beams, *choices] if s in beams or s.request.params.beam is None}
-        for group in self._groups.values():
-            num_rows = sum(beam.row is not None for beam in group.beams)
-            assert group.num_reserved == (group.width - num_rows if num_rows else 0)
-        assert self._rows.num_reserved == sum(group.num_reserved for group in self._groups.values())
+        beams = self._groups.check(s.request for s in choices)
+        live = {id(s): s for s in [*beams, *(s for s in choices if s.request.params.beam is None)]}
         holders = [s for s in {**named, **live}.values() if s.row is not None]
         self._rows.check(holders)
         assert {id(s) for s in self.running} == {id(s) for s in live.values() if s.status is SequenceStatus.RUNNING}
@@ -531,29 +494,3 @@ class Scheduler:
         if not self.has_work:
             assert not live
             assert self.manager.num_free_blocks == self.manager.allocator.num_blocks, "blocks leaked"
-
-
-def _tell_row(step: StepPlan, beam: Sequence) -> None:
-    """The runner does not choose a search's tokens: it is told the new ones, or of a new row."""
-    told = beam.num_told_tokens
-    if not told:
-        step.new_rows.append(_new_row(beam))
-    elif told < len(beam.token_ids):
-        assert beam.row is not None
-        step.new_tokens.append(NewTokens(beam.row, told, tuple(beam.token_ids[told:])))
-        beam.num_told_tokens = len(beam.token_ids)
-
-
-def _new_row(sequence: Sequence) -> NewRow:
-    assert sequence.row is not None
-    sequence.num_told_tokens = len(sequence.token_ids)
-    request = sequence.request
-    return NewRow(
-        row=sequence.row,
-        token_ids=tuple(sequence.token_ids),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        block_tables=tuple(map(tuple, sequence.block_tables)),
-        params=request.params,
-        seed_key=sequence.seed_key,
-        eos_token_ids=request.eos_token_ids,
-    )

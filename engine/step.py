@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.batch import NewRow, NewTokens, ScheduledRow
+from engine.beam import Finished
 from engine.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from engine.sequence import Sequence
 from engine.stats import RequestStats
@@ -58,6 +59,19 @@ class Collected:
             embedding=embedding,
         )
         self.outputs.setdefault(request.stream_id, []).append(output)
+
+    def tell_found(self, choice: Sequence, found: Finished) -> None:
+        """What a beam search has found for a choice: all of its output at once."""
+        hypothesis = found.hypothesis
+        choice.token_ids += hypothesis.token_ids
+        self.tell(
+            choice,
+            token_ids=hypothesis.token_ids,
+            logprobs=hypothesis.logprobs,
+            top_logprobs=hypothesis.alternatives or None,
+            finish_reason=found.reason,
+            stop_token_id=hypothesis.token_ids[-1] if found.reason == "stop" else None,
+        )
 
     def freeze(self) -> Changes:
         return Changes(tuple((k, tuple(v)) for k, v in self.outputs.items()), tuple(self.finished))
@@ -109,3 +123,29 @@ class StepPlan:
         self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None, scored))
         self.entries.append(Entry(sequence, end, samples))
         return samples
+
+    def tell_new_row(self, sequence: Sequence) -> None:
+        """The runner shall know the row that the sequence has taken."""
+        assert sequence.row is not None
+        request = sequence.request
+        sequence.num_told_tokens = len(sequence.token_ids)
+        new = NewRow(
+            row=sequence.row,
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            block_tables=tuple(map(tuple, sequence.block_tables)),
+            params=request.params,
+            seed_key=sequence.seed_key,
+            eos_token_ids=request.eos_token_ids,
+        )
+        self.new_rows.append(new)
+
+    def tell_tokens(self, beam: Sequence) -> None:
+        """The runner does not choose a beam search's tokens: it is told the new ones, or of a new row."""
+        told = beam.num_told_tokens
+        if not told:
+            self.tell_new_row(beam)
+        elif told < len(beam.token_ids):
+            assert beam.row is not None
+            self.new_tokens.append(NewTokens(beam.row, told, tuple(beam.token_ids[told:])))
+            beam.num_told_tokens = len(beam.token_ids)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 from pydantic import BeforeValidator
 
-from server.protocol.completions import read_prompts
+from server.protocol.completions import PROMPT_SCHEMA, read_prompts
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
 
@@ -28,7 +28,9 @@ class EmbeddingRequest(WireModel):
     hints: ClassVar = frozenset({"user", "truncate", "priority"})
 
     model: str | None = None
-    input: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(partial(read_prompts, limit=MAX_INPUTS))]
+    input: Annotated[
+        tuple[str | tuple[int, ...], ...], BeforeValidator(partial(read_prompts, limit=MAX_INPUTS)), PROMPT_SCHEMA
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     pooling: Literal["last", "mean"] | None = None

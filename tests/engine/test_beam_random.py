@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.beam import num_blocks_needed
+from engine.outputs import TokenLogprobs
 from engine.sampling_params import BeamSearch, SamplingParams
+from tests.engine import fake_runner
 from tests.engine.fake_engine import FakeEngine
+from tests.engine.fake_runner import EOS
 from tests.engine.test_scheduler_random import play
 
 
@@ -124,6 +127,17 @@ def test_the_first_word_of_a_search_comes_before_its_end() -> None:
     assert engine.texts[stream, 0, 0].token_ids == []
     engine.run()
     assert [len(output.token_ids) for output in engine.texts[stream, 0, 0].outputs] == [0, 20]
+
+
+def test_a_model_that_bans_nearly_all_tokens_gives_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = TokenLogprobs((EOS, 5), (-1.0, -2.0))
+    monkeypatch.setattr(fake_runner, "candidates", lambda token_ids, count: only)
+    engine = FakeEngine()
+    stream = engine.add([1, 2, 3], SamplingParams(n=4, max_tokens=2, beam=BeamSearch(4)))
+    engine.run()
+    found = [engine.texts[stream, 0, choice] for choice in range(4)]
+    assert [text.finish_reason for text in found] == ["stop", "stop", "length", "error"]
+    assert [text.token_ids for text in found] == [[EOS], [5, EOS], [5, 5], []]
 
 
 @pytest.mark.parametrize(("width", "max_tokens"), [(9, 4), (8, 150)])
