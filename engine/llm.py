@@ -24,13 +24,15 @@ Result = TypeVar("Result")
 class Completion:
     """One generated sequence. token_ids end with the stop token, if one ended it; text does not hold it.
 
-    logprobs: of the chosen tokens, natural logarithms of the model's own distribution."""
+    logprobs: of the chosen tokens, natural logarithms; SamplingParams.logprobs_mode says of which distribution.
+    prompt_logprobs: with SamplingParams.prompt_logprobs, of the prompt's tokens from the second on."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[float] = field(default_factory=list)
 
 
 class LLM:
@@ -98,6 +100,9 @@ class LLM:
                         completion.token_ids += output.token_ids
                         completion.logprobs += output.logprobs
                         completion.num_cached_tokens = output.num_cached_tokens
+                        for chunk in output.prompt_logprobs:
+                            for each in completions[key[0]]:
+                                each.prompt_logprobs += chunk.logprobs
                         if assembler.finish_reason is not None:
                             completion.finish_reason = assembler.finish_reason
                             del completion.token_ids[assembler.num_tokens :]

@@ -26,7 +26,6 @@ class ShownPrompt:
         self._text = text if echo else ""
         self._num_echoed = num_echoed if echo else None
         self._chunks: list[PromptLogprobs] = []
-        self._entries: tuple[TokenEntry, ...] | None = None  # made once, for all choices
 
     @property
     def num_chars(self) -> int:
@@ -50,14 +49,12 @@ class ShownPrompt:
     def _echoed(self) -> tuple[TokenEntry, ...]:
         if self._num_echoed is None:
             return ()
-        if self._entries is None:
-            offsets = token_offsets(self._tokenizer, self.token_ids, self._text)
-            entries = [TokenEntry(self.token_ids[0], None, None, offsets[0])]
-            for place, (chunk, index) in enumerate(self.logprobs(), start=1):
-                top = chunk.top(index, self._num_echoed)
-                entries.append(TokenEntry(self.token_ids[place], chunk.logprobs[index], top, offsets[place]))
-            self._entries = tuple(entries)
-        return self._entries
+        offsets = token_offsets(self._tokenizer, self.token_ids, self._text)
+        entries = [TokenEntry(self.token_ids[0], None, None, offsets[0])]
+        for place, (chunk, index) in enumerate(self.logprobs(), start=1):
+            top = chunk.top(index, self._num_echoed)
+            entries.append(TokenEntry(self.token_ids[place], chunk.logprobs[index], top, offsets[place]))
+        return tuple(entries)
 
 
 def token_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:

@@ -144,4 +144,4 @@ def _process(logits: Tensor, context: RowContext) -> bool:
 
 
 def _tells_drawn(params: SamplingParams) -> bool:
-    return params.logprobs_mode == "processed" and params.logprobs is not None
+    return params.logprobs_mode == "processed" and params.logprobs is not None and params.beam is None

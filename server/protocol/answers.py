@@ -79,6 +79,6 @@ class Frame:
         chunk = self.common | {"object": self._chunk_kind, "choices": [], "usage": usage.to_wire()}
         return b"data: " + orjson.dumps(chunk) + b"\n\n" + DONE
 
-    def answer(self, choices: Sequence[dict[str, Any]], usage: Usage, **more: object) -> bytes:
+    def answer(self, choices: Sequence[dict[str, Any] | orjson.Fragment], usage: Usage, **more: object) -> bytes:
         """The plain answer. more: further fields beside the choices."""
         return orjson.dumps(self.common | {"object": self._kind, "choices": choices, "usage": usage.to_wire()} | more)

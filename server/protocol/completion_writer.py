@@ -69,7 +69,9 @@ class CompletionWriter(AnswerWriter):
         return self._frame.last_events(usage)
 
     def answer(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        return self._frame.answer([self._choice(index, parts) for index, parts in enumerate(pieces)], usage)
+        # each choice becomes bytes at once: as objects, the logprobs of a thousand prompts would be a gigabyte
+        choices = [orjson.Fragment(orjson.dumps(self._choice(index, each))) for index, each in enumerate(pieces)]
+        return self._frame.answer(choices, usage)
 
     def _choice(self, index: int, parts: Sequence[Piece]) -> dict[str, Any]:
         prompt = self._prompts[index // self._n]

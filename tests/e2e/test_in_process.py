@@ -68,3 +68,14 @@ def test_a_script_may_just_end() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_llm_tells_the_prompts_logprobs_as_http_does(http: httpx.Client, llm: LLM) -> None:
+    body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    groups = llm.generate(PROMPTS, SamplingParams(max_tokens=0, n=2, prompt_logprobs=0), use_tqdm=False)
+    for choice, group in zip(answer["choices"], groups, strict=True):
+        assert len(group) == 2
+        for completion in group:
+            assert completion.prompt_logprobs == choice["logprobs"]["token_logprobs"][1:]
+            assert (completion.text, completion.finish_reason) == ("", "length")

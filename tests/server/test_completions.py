@@ -35,7 +35,7 @@ def babble(seed: int) -> Script:
     n=st.integers(1, 3),
     prompts=st.lists(st.sampled_from(["one", "Two é", "the third"]), min_size=1, max_size=4),
     stop=st.sampled_from([None, "th", ["é", "😀"], ["e in", " "], ["nothing of the kind"]]),
-    max_tokens=st.integers(1, 40),
+    max_tokens=st.integers(0, 40),
     logprobs=st.sampled_from([None, 0, 2]),
     echo=st.booleans(),
 )
