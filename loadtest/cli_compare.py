@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from loadtest.compare import Comparison, failure_line, read_spec
@@ -76,8 +77,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
     rows = [["workload", "server", *SHOWN]]
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["ratios"]:
-        values = sorted(value for value in row["values"] if value is not None)
-        middle = values[len(values) // 2]
+        middle = median(value for value in row["values"] if value is not None)
         shown = f"{middle:.2f}" if row["metric"].endswith("_per_s") else f"{middle * 1000:.1f} ms"
         ratio = f" x{row['ratio']:.2f} [{row['least']:.2f}-{row['greatest']:.2f}]"
         is_baseline = row["server"] == result["baseline"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from loadtest.kv_simulator import SHARES, KvOutcome
@@ -142,9 +143,9 @@ def plot_comparison(result: Mapping[str, Any], path: Path) -> None:
         for position, server in enumerate(servers):
             for row in rows:
                 if (row["workload"], row["server"]) == (workload, server):
-                    values = sorted(value for value in row["values"] if value is not None)
-                    middle = values[len(values) // 2]
-                    spread = [[middle - values[0]], [values[-1] - middle]]
+                    values = [value for value in row["values"] if value is not None]
+                    middle = median(values)
+                    spread = [[middle - min(values)], [max(values) - middle]]
                     color = COLORS[position % len(COLORS)]
                     axis.bar([position], [middle], yerr=spread, color=color, width=0.7, capsize=3, label=server)
         axis.set_title(workload, loc="left", fontsize=10, color=INK)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from loadtest import cli
-from loadtest.cli_compare import SPECS, duration, server_line
+from loadtest.cli_compare import SPECS, comparison_table, duration, server_line
 from loadtest.compare import Comparison, fit_budget, ratios, read_spec
 from loadtest.lengths import UsageError, fixed
 from loadtest.machine import CpuMark, cpu_seconds, process_tree, resident_bytes
@@ -178,6 +178,12 @@ def test_ratios_are_taken_within_rounds() -> None:
     (row,) = [each for each in ratios(runs, "b") if each["server"] == "a" and each["metric"] == "output_tokens_per_s"]
     assert (row["ratio"], row["least"], row["greatest"]) == (2.0, 1.2, 4.0)
     assert not [each for each in ratios(runs, "b") if each["metric"] == "ttft_p50"], "not measured, not compared"
+    two = ratios(runs[:4], "b")
+    result = {
+        "ratios": two, "baseline": "b", "servers": {}, "failures": [], "runs": [], "machine": {"cpu": "x", "cores": 2},
+        "before": {"load": 0.0, "cores_busy": 0.0}, "scale": 1.0, "rounds": 2,
+    }  # fmt: skip
+    assert "130.00 x1.60 [1.20-2.00]" in comparison_table(result), "the median of two rounds lies between them"
 
 
 @pytest.mark.parametrize(
