@@ -22,22 +22,42 @@ ITEM_BYTES = 256  # and what finding an item by its id costs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """What one response added: its input items, then its output items, each a JSON list. ids: of all of them."""
+class Kept:
+    """Items as they are kept: a JSON list, and their ids."""
 
-    given: bytes
-    said: bytes
+    data: bytes
     ids: tuple[str, ...]
 
-    def input_items(self) -> list[Item]:
-        return _items(self.given)
+    @classmethod
+    def of(cls, items: Sequence[Item]) -> Kept:
+        return cls(orjson.dumps(items), tuple(item["id"] for item in items))
 
-    def output_items(self) -> list[Item]:
-        return _items(self.said)
+    def items(self) -> list[Item]:
+        items: list[Item] = orjson.loads(self.data)
+        return items
 
     @property
     def num_bytes(self) -> int:
-        return len(self.given) + len(self.said) + len(self.ids) * ITEM_BYTES
+        return len(self.data) + len(self.ids) * ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What one response added: its input items, then its output items."""
+
+    given: Kept
+    said: Kept
+
+    def items(self) -> list[Item]:
+        return self.given.items() + self.said.items()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.given.ids + self.said.ids
+
+    @property
+    def num_bytes(self) -> int:
+        return self.given.num_bytes + self.said.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +75,12 @@ class StoredResponse:
 
     def input_items(self) -> list[Item]:
         """What the model was given: everything before this response, and its own input."""
-        return self.history(before_last=True) + self.turns[-1].input_items()
+        return self.history(before_last=True) + self.turns[-1].given.items()
 
     def history(self, *, before_last: bool = False) -> list[Item]:
         """All items of the conversation; before_last: without this response's own turn."""
         turns = self.turns[:-1] if before_last else self.turns
-        return [item for turn in turns for item in turn.input_items() + turn.output_items()]
+        return [item for turn in turns for item in turn.items()]
 
 
 class ResponseStore:
@@ -82,12 +102,11 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def put(self, response: Item, given: Sequence[Item], previous: StoredResponse | None = None) -> bool:
+    def put(self, response: Item, given: Kept, previous: StoredResponse | None = None) -> bool:
         """Keep a response. given: its own input items; previous: the response it continues.
 
         False if it alone is larger than the store; then the others stay."""
-        output = response["output"]
-        own = Turn(orjson.dumps(given), orjson.dumps(output), tuple(item["id"] for item in (*given, *output)))
+        own = Turn(given, Kept.of(response["output"]))
         turns = (*(previous.turns if previous is not None else ()), own)
         entry = StoredResponse(response["id"], orjson.dumps(response), turns)
         if self._max_responses < 1 or entry.num_bytes + sum(turn.num_bytes for turn in turns) > self._max_bytes:
@@ -116,7 +135,7 @@ class ResponseStore:
         """The items of these ids in the kept responses; one that is not there is left out."""
         with self._lock:
             turns = {self._turns_of[id][-1]: None for id in ids if id in self._turns_of}
-        items = [item for turn in turns for item in turn.input_items() + turn.output_items()]
+        items = [item for turn in turns for item in turn.items()]
         return {item["id"]: item for item in items if item["id"] in ids}
 
     def _keep(self, entry: StoredResponse) -> None:
@@ -148,8 +167,3 @@ class ResponseStore:
             self._turns_of[id].remove(turn)
             if not self._turns_of[id]:
                 del self._turns_of[id]
-
-
-def _items(data: bytes) -> list[Item]:
-    items: list[Item] = orjson.loads(data)
-    return items

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from pydantic import FailFast
 
 from server.protocol.chat import ChatRequest
@@ -19,7 +20,6 @@ from server.protocol.fields import WireModel
 from server.protocol.response_items import Item, to_messages
 from server.protocol.response_tools import Tools
 
-MAX_ITEMS = 4096  # of one conversation, those of earlier responses included
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512
@@ -116,7 +116,8 @@ class ResponsesRequest(GenerationRequest):
     def check(self) -> None:
         """Raises InvalidRequest for what is wrong or not offered."""
         for param, told in REFUSED.items():
-            if getattr(self, param) not in (None, False, []):
+            value = getattr(self, param)
+            if not (value is None or value is False or value == [] or (param == "n" and value == 1)):
                 raise InvalidRequest(told[0].upper() + told[1:], param=param)
         self.check_common()
         if self.input is None and self.previous_response_id is None:
@@ -141,8 +142,9 @@ class ResponsesRequest(GenerationRequest):
                     param="metadata",
                 )
 
-    def to_chat(self, items: Sequence[Item], tools: Tools) -> ChatRequest:
-        """The chat request that says the same. items: the whole conversation, as `Reader` makes them.
+    def to_chat(self, items: Sequence[Item], tools: Tools, room: int | None) -> ChatRequest:
+        """The chat request that says the same. items: the whole conversation, as `Reader` makes them. room: tokens
+        of output that must fit beside them.
 
         Raises InvalidRequest."""
         choice, chosen = tools.choose(self.tool_choice)
@@ -155,7 +157,7 @@ class ResponsesRequest(GenerationRequest):
             raise InvalidRequest("input has nothing that the model could answer.", param="input")
         body = check_fields({
             "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
+            "max_completion_tokens": room,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "response_format": self._format(),
@@ -177,14 +179,15 @@ class ResponsesRequest(GenerationRequest):
 
 
 def echo(body: ResponsesRequest, tools: Tools, *, temperature: float, top_p: float) -> dict[str, Any]:
-    """What a response repeats of its request, with the defaults that took effect, hints included."""
+    """What a response repeats of its request, with the defaults that took effect, hints included. What may be large is
+    rendered here, once, for the several events that tell it."""
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     hints, verbosity = body.model_extra or {}, (text.model_extra or {}).get("verbosity")
     words = ("prompt_cache_key", "safety_identifier", "user")
     max_tool_calls = hints.get("max_tool_calls")
     return {name: hints[name] if isinstance(hints.get(name), str) else None for name in words} | {
         "background": False,
-        "instructions": body.instructions,
+        "instructions": _rendered(body.instructions),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": max_tool_calls if type(max_tool_calls) is int else None,
         "metadata": body.metadata or {},
@@ -195,15 +198,19 @@ def echo(body: ResponsesRequest, tools: Tools, *, temperature: float, top_p: flo
         "store": body.stored,
         "temperature": temperature,
         "text": {
-            "format": text.format or {"type": "text"},
+            "format": _rendered(text.format or {"type": "text"}),
             "verbosity": verbosity if verbosity in ("low", "medium", "high") else None,
         },
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": tools.echoed,
+        "tool_choice": _rendered("auto" if body.tool_choice is None else body.tool_choice),
+        "tools": _rendered(tools.echoed),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
         "truncation": body.truncation or "disabled",
     }
+
+
+def _rendered(value: Any) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(value))
 
 
 _PARAMS = (
@@ -221,7 +228,9 @@ def in_our_words(error: ApiError) -> ApiError:
     """An error about a field of the chat request, about the field that it came from."""
     for chat, ours in _PARAMS:
         if error.param and (match := chat.match(error.param)):
-            told = error.message.replace(match[0], ours)
+            told = error.message
+            if told.startswith(match[0]):
+                told = ours + told[match.end() :]
             param = ours + error.param[match.end() :]
             return ApiError(error.status, told, error.type, param, error.code, error.headers)
     return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from server.protocol.common import short
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.protocol.response_items import Item, Reader, cut, cuts, references
 from server.protocol.response_tools import Tools
-from server.protocol.responses import MAX_ITEMS, ResponsesRequest, echo, in_our_words
+from server.protocol.responses import ResponsesRequest, echo, in_our_words
 from server.protocol.responses_writer import ResponsesWriter
-from server.response_store import ResponseStore, StoredResponse
+from server.response_store import Kept, ResponseStore, StoredResponse
 
 router = APIRouter()
 
@@ -33,7 +33,7 @@ class Given:
     """A request's conversation. items: all of it; own: what this request brought. dropped: what cannot be used."""
 
     items: list[Item]
-    own: list[Item]
+    own: Kept
     previous: StoredResponse | None
     tools: Tools
     dropped: list[str]
@@ -45,17 +45,19 @@ async def create_response(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     model = front.check_model(body.model)
-    front.check_logprobs(body.top_logprobs, "top_logprobs")
     store = _store_of(request)
-    given = await asyncio.to_thread(_gather, body, store)
+    given = await asyncio.to_thread(_gather, body, store, front.limits.messages)
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given)
         params = conversation.params
+        said = await asyncio.to_thread(
+            echo, body, given.tools, temperature=params.temperature, top_p=params.top_p
+        )  # fmt: skip
         writer = ResponsesWriter(
             front.tokenizer,
             model=model,
-            echo=echo(body, given.tools, temperature=params.temperature, top_p=params.top_p),
+            echo=said,
             tools=given.tools,
             logprobs=body.wants_logprobs,
             sealed=body.wants_sealed,
@@ -74,7 +76,7 @@ async def count_input_tokens(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     front.check_model(body.model)
-    given = await asyncio.to_thread(_gather, body, _store_of(request))
+    given = await asyncio.to_thread(_gather, body, _store_of(request), front.limits.messages)
     try:
         conversation = await _fit(front, body, given)
     except (ApiError, InvalidParameter) as error:
@@ -82,7 +84,7 @@ async def count_input_tokens(request: Request) -> Response:
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
 
 
-def _gather(body: ResponsesRequest, store: ResponseStore) -> Given:
+def _gather(body: ResponsesRequest, store: ResponseStore, max_items: int) -> Given:
     """Raises InvalidRequest, ApiError 404."""
     previous = None
     if body.previous_response_id is not None:
@@ -94,23 +96,29 @@ def _gather(body: ResponsesRequest, store: ResponseStore) -> Given:
     reader = Reader(store.find_items(references(wanted)))
     own = reader.read(wanted)
     items = [*(previous.history() if previous is not None else ()), *own]
-    if len(items) > MAX_ITEMS:
-        told = f"The conversation has {len(items)} items: at most {MAX_ITEMS} are allowed."
+    if len(items) > max_items:
+        told = f"The conversation has {len(items)} items: at most {max_items} are allowed."
         raise InvalidRequest(told, param="input")
     more = [tool for item in items if item["type"] == "additional_tools" for tool in item["tools"]]
     tools = Tools([*(body.tools or ()), *more])
-    return Given(items, own, previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
+    return Given(items, Kept.of(own), previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
 
 
 async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversation:
-    """The conversation as prompt; with truncation "auto" without as many of its oldest turns as it takes to fit.
+    """The conversation as prompt. More output than the context has room for is cut there, not refused: agents ask for
+    32,000 tokens whatever the model. With truncation "auto" as many of the oldest turns are left out as it takes.
 
-    Raises InvalidRequest in chat's words."""
+    Raises InvalidRequest and InvalidParameter in chat's words."""
+    limit, context, room = body.max_output_tokens, front.info.max_model_len, None
+    if limit is not None and body.truncation == "auto":
+        room = min(limit, context // 4)
 
     async def attempt(items: list[Item]) -> Conversation:
-        chat = await asyncio.to_thread(body.to_chat, items, given.tools)
+        chat = await asyncio.to_thread(body.to_chat, items, given.tools, room)
         chat.check()
-        return await prepare(front, chat)
+        made = await prepare(front, chat)
+        output = None if limit is None else min(limit, context - len(made.prompt))
+        return replace(made, params=replace(made.params, max_tokens=output))
 
     try:
         return await attempt(given.items)
@@ -166,7 +174,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     """query: limit (1 to 100), order, after (an item's id). Raises InvalidRequest."""
     limit, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:5]) <= MAX_PAGE:
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}, got {short(limit)}.", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be asc or desc, got {short(order)}.", param="order")

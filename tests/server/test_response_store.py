@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from server.response_store import ENTRY_BYTES, ITEM_BYTES, ResponseStore, StoredResponse
+from server.response_store import ENTRY_BYTES, ITEM_BYTES, Kept, ResponseStore, StoredResponse
 
 
 def response(id: str, text: str = "x") -> dict[str, Any]:
     return {"id": id, "output": [{"id": f"out_{id}", "text": text}]}
 
 
-def given(id: str, text: str = "y") -> list[dict[str, Any]]:
-    return [{"id": f"in_{id}", "text": text}]
+def given(id: str, text: str = "y") -> Kept:
+    return Kept.of([{"id": f"in_{id}", "text": text}])
 
 
 def chain(store: ResponseStore, length: int, text: str = "x") -> StoredResponse:

@@ -245,10 +245,17 @@ async def test_unknown_model_and_too_long() -> None:
     async with client_of(engine_saying(max_model_len=64)) as client:
         error = error_of(await client.post(PATH, json={"input": "x", "model": "other"}), 404)
         long = error_of(await client.post(PATH, json={"input": "word " * 40}))
-        asked = error_of(await client.post(PATH, json={"input": "x", "max_output_tokens": 1000}))
     assert error["code"] == "model_not_found"
-    for told in (long, asked):
-        assert (told["code"], told["param"]) == ("context_length_exceeded", "input")
+    assert (long["code"], long["param"]) == ("context_length_exceeded", "input")
+
+
+async def test_the_context_cuts_what_is_too_much() -> None:
+    engine = engine_saying("x" * 100, max_model_len=64)
+    async with client_of(engine) as client:
+        answer = await post(client, input="x", max_output_tokens=32000)
+    assert answer["status"] == "incomplete"
+    assert answer["max_output_tokens"] == 32000
+    assert answer["usage"]["total_tokens"] == 64
 
 
 async def test_truncation_drops_the_oldest_turns() -> None:
