@@ -110,6 +110,8 @@ _MINIMAX = Tags(
     "</parameter>",
 )  # fmt: skip
 
+_MINICPM = Tags("", "", '<function name="', '">', "</function>", '<param name="', '">', "", "</param>")
+
 # In the order in which they are looked for: what is written in fewer formats comes first.
 KINDS: tuple[Kind, ...] = (
     _named("deepseek_v3", _DEEPSEEK, (_DEEPSEEK.call,)),
@@ -146,11 +148,12 @@ KINDS: tuple[Kind, ...] = (
         "lfm2",
         PythonicMarks("<|tool_call_start|>", "<|tool_call_end|>"),
         ("<|tool_call_start|>",),
+        ("<|tool_list_start|>",),
     ),
     _json("nemotron", JsonMarks(("<TOOLCALL>",), ("</TOOLCALL>",)), ("<TOOLCALL>",)),
     _json("granite", JsonMarks(("<|tool_call|>",)), ("<|tool_call|>",), known=("<|tool_call|>",)),
-    _json("hermes", JsonMarks(("<tool_call>",), ("</tool_call>",)), ("<tool_call>",), known=("<tool_call>",)),
     _json("tool_calls", JsonMarks(("<tool_calls>",), ("</tool_calls>",)), ("<tool_calls>",)),
+    _json("hermes", JsonMarks(("<tool_call>",), ("</tool_call>",)), ("<tool_call>",), known=("<tool_call>",)),
     _json(
         "llama3_json",
         JsonMarks(("<|python_tag|>",), bare=True),

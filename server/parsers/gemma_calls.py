@@ -85,7 +85,8 @@ class GemmaCalls(BlockCalls):
         if (yield from reader.starts(self._quote)):
             yield from self._string(types)
         elif character == '"':
-            out.arguments(typed((yield from read_string(reader)), types))
+            text = yield from read_string(reader)
+            out.arguments(json.dumps(text, ensure_ascii=False) if "string" in types else typed(text, types))
         elif character == "{":
             yield from self._object(None, depth)
         elif character == "[":

@@ -11,9 +11,9 @@ from typing import Any
 from engine.config import StartError
 from engine.sampling_params import StructuredOutput
 from engine.tokenizer import Tokenizer
-from server.parsers import forced as grammars
 from server.parsers import harmony
 from server.parsers.base import OutputParser
+from server.parsers.forced import forced_in
 from server.parsers.formats import KINDS, Kind
 from server.parsers.reasoning import FORMATS, ReasoningFormat
 from server.parsers.schema import Tools
@@ -27,6 +27,7 @@ class ToolFormat:
 
     kind: Kind
     tokenizer: Tokenizer
+    template: str  # the chat template's source
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class ToolFormat:
         `parallel`), and what makes parsers for such text.
 
         Raises InvalidParameter for a tool whose schema is no object's."""
-        return grammars.forced(tools, names=names, parallel=parallel)
+        return forced_in(self.kind, self.tokenizer, self.template, tools, names=names, parallel=parallel)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _tools(template: str, tokenizer: Tokenizer, name: str | None) -> ToolFormat 
         kind = by_name.get(name)
         if kind is None:
             raise StartError(f"--tool-call-parser {name}: there is {_list(by_name)}.")
-    return ToolFormat(kind, tokenizer) if kind else None
+    return ToolFormat(kind, tokenizer, template) if kind else None
 
 
 def _recognise(template: str, tokenizer: Tokenizer) -> Kind | None:

@@ -1,0 +1,54 @@
+"""Pieces of Lark grammars in llguidance's dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from engine.tokenizer import Tokenizer
+
+# as models were trained to write JSON; and bounded, so that none can go on in blanks for ever
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def literal(text: str) -> str:
+    """`text` as a term."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_term(schema: Mapping[str, Any]) -> str:
+    """A JSON value of `schema` as a term."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE})
+
+
+class Spelling:
+    """How a format's texts are written in a grammar: marks that are special tokens by their ids, since no text can
+    spell those; all else as text."""
+
+    def __init__(self, marks: Iterable[str], tokenizer: Tokenizer | None) -> None:
+        ids = {mark: tokenizer.token_id(mark) for mark in filter(None, marks)} if tokenizer else {}
+        self._special = {
+            mark: token_id
+            for mark, token_id in ids.items()
+            if token_id is not None and tokenizer is not None and tokenizer.is_special(token_id)
+        }
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def term(self, text: str) -> str:
+        """A sequence of terms; empty for no text."""
+        terms: list[str] = []
+        at = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > at:
+                terms.append(literal(text[at : match.start()]))
+            terms.append(f"<[{self._special[match[0]]}]>")
+            at = match.end()
+        if at < len(text):
+            terms.append(literal(text[at:]))
+        return " ".join(terms)
+
+    def has_special(self, text: str) -> bool:
+        return self._pattern.search(text) is not None
