@@ -34,6 +34,7 @@ THINKER = small_tokenizer(chat_template=TEMPLATE)
 USER = {"role": "user", "content": "Name a colour."}
 BASE = {"model": "fake-model", "max_tokens": 300, "messages": [USER]}
 TOOL = {"name": "Read", "description": "Reads.", "input_schema": {"type": "object", "properties": {"path": {}}}}
+CALL = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
 TURN = (
     "<think>\nTwo files, é😀.\n</think>\n\nLooking.\n"
     '<tool_call>\n{"name": "Read", "arguments": {"path": "a b"}}\n</tool_call>\n'
@@ -190,6 +191,24 @@ async def test_the_last_words_of_the_assistant_are_continued() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "tail"),
+    [
+        ([], ""),
+        ("", ""),
+        ([{"type": "thinking", "thinking": "A hue.", "signature": "s"}, {"type": "text", "text": "It is"}], "It is"),
+    ],
+)
+async def test_odd_beginnings_are_continued(content: Any, tail: str) -> None:
+    engine = thinker_saying("blue")
+    async with client_of(engine) as client:
+        response = await client.post(PATH, json=BASE | {"messages": [USER, {"role": "assistant", "content": content}]})
+    assert response.status_code == 200, response.text
+    assert prompt_of(engine).endswith(tail)
+    assert "<|im_end|>" not in prompt_of(engine).rpartition("assistant")[2]
+    assert response.json()["content"] == [{"type": "text", "text": "blue"}]
+
+
+@pytest.mark.parametrize(
     ("choice", "forced", "shown"),
     [
         (None, False, True),
@@ -295,6 +314,7 @@ async def test_served_fields(fields: dict[str, Any], ignored: str | None) -> Non
         ({"messages": []}, "messages"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [USER, {"role": "assistant", "content": [CALL]}]}, "messages must not end with a tool_use"),
         ({"system": 5}, "system"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
