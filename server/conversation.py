@@ -36,6 +36,10 @@ async def prepare(front: Front, body: ChatRequest, *, check_length: bool = True)
     """body: after `ChatRequest.check`. check_length: whether prompt and output must fit the context.
 
     Raises InvalidRequest and InvalidParameter, with `param` as chat spells it."""
+    return await asyncio.to_thread(_prepare, front, body, check_length)
+
+
+def _prepare(front: Front, body: ChatRequest, check_length: bool) -> Conversation:
     front.check_logprobs(body.top_logprobs, "top_logprobs")
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
@@ -43,8 +47,7 @@ async def prepare(front: Front, body: ChatRequest, *, check_length: bool = True)
     tools = plan(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     structured = structured_output(body)
     given = template_input(body, tools, tells_tools=front.reader.tells_tools)
-    room = (max_tokens or 1) if check_length else None
-    encoded = await asyncio.to_thread(front.encoder.conversation, given, room)
+    encoded = front.encoder.conversation(given, (max_tokens or 1) if check_length else None)
     continued = body.messages[-1].text if body.continue_final_message else None
     reading = front.reader.read(tools, structured, encoded.tail, continued)
     params = replace(

@@ -170,12 +170,12 @@ async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None]
     front = front_of(request)
     body = await request.body()
 
-    def parsed() -> Wire:
+    def parsed() -> tuple[Wire, list[str]]:
         wire = parse(body, kind, front.limits)
         if check is not None:
             check(wire)
-        return wire
+        return wire, front.ignored.find(wire)
 
-    wire = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
-    front.ignored.check(request, wire)
+    wire, ignored = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
+    front.ignored.note(request, ignored)
     return wire

@@ -29,15 +29,15 @@ class IgnoredFields:
         self._strict = strict
         self._logged: set[str] = set()
 
-    def check(self, request: Request, wire: BaseModel) -> None:
-        """Notes what nobody reads of `wire`. Raises InvalidRequest for an unknown field if the server is strict."""
+    def find(self, wire: BaseModel) -> list[str]:
+        """Names of what nobody reads of `wire`; in any thread. Raises InvalidRequest for an unknown field if the
+        server is strict."""
         found = list(unread(wire))
         if self._strict:
             for field in found:
                 if not field.is_hint:
                     raise field.refusal()
-        if found:
-            self.note(request, (field.name for field in found))
+        return [field.name for field in found]
 
     def note(self, request: Request, names: Iterable[str]) -> None:
         """Names that the answer's header shall tell."""

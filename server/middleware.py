@@ -185,7 +185,8 @@ class Auth:
             given = [token] if scheme.lower() == b"bearer" else []
             if (key := header(scope, b"x-api-key")) is not None:
                 given.append(key)
-            if not any([self._known(each) for each in given]):
+            matches = [self._known(each) for each in given]  # all, so that time tells nothing
+            if not any(matches):
                 message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
                 challenge = {"WWW-Authenticate": "Bearer"}
                 error = ApiError(401, message, code="invalid_api_key", headers=challenge)

@@ -12,10 +12,12 @@ from engine.tokenizer import Tokenizer
 from server import tool_prompt
 from server.parsers import OutputFormat, PlainParser, ToolFormat, choose, with_reasoning
 from server.parsers.base import OutputParser
+from server.parsers.either import either
 from server.parsers.forced import forced
 from server.protocol.call_filters import CustomInputs, FirstCall
 from server.protocol.chat_tools import ToolPlan
 from server.protocol.conversation_writer import NewParser
+from server.protocol.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class ModelReader:
         """structured: the form the request asks for. tail: the end of the rendered prompt. continued: the message
         that the answer goes on with, None for an answer of its own.
 
-        Raises InvalidParameter for a tool that cannot be forced."""
+        Raises InvalidParameter for a tool that cannot be forced, InvalidRequest for a form that tools rule out."""
         marks = self._marks(tail, continued)
         new_parser: NewParser | None = None
         if tools.forced:
-            structured, new_parser = self._forced(tools)
-        elif tools.tools and self._format.tools is not None:
+            structured, new_parser = self._forced(tools, tools.forced)
+        elif tools.tools and structured is not None:
+            structured, new_parser = self._form_or_call(structured, tools)
+        elif self._format.tools is not None and (tools.tools or self._format.tools.always):
             new_parser = _Parsers(self._format.tools, tools.tools)
         if new_parser is not None:
             new_parser = _adapted(new_parser, tools)
@@ -70,11 +74,20 @@ class ModelReader:
             return None  # the template has closed the block: thinking is off
         return known.marks(end.endswith(known.start.strip()) if known.start.strip() else False)
 
-    def _forced(self, tools: ToolPlan) -> tuple[StructuredOutput, NewParser]:
+    def _forced(self, tools: ToolPlan, names: Sequence[str]) -> tuple[StructuredOutput, NewParser]:
         known = self._format.tools
         make = known.forced if known is not None else forced
-        structured, new_parser = make(tools.tools, names=tools.forced, parallel=tools.parallel)
+        structured, new_parser = make(tools.tools, names=names, parallel=tools.parallel)
         return replace(structured, param="tools"), new_parser
+
+    def _form_or_call(self, form: StructuredOutput, tools: ToolPlan) -> tuple[StructuredOutput, NewParser]:
+        """The answer has the form, or is a call."""
+        calls, new_parser = self._forced(tools, [tool["function"]["name"] for tool in tools.tools])
+        both = either(form, calls)
+        if both is None:
+            told = f"{form.param} can be combined with tools only where tool_choice is none."
+            raise InvalidRequest(told, param=form.param)
+        return both, new_parser
 
 
 class _Parsers:

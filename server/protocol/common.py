@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, WithJsonSchema
+from pydantic.config import JsonDict
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.outputs import SamplingDefaults
@@ -122,7 +123,7 @@ def _logit_bias(value: object) -> object:
 def within(low: float, high: float | None = None) -> Any:
     """A field that may be absent. Its bounds stand in the description of the API; who checks them is
     SamplingParams."""
-    bounds = {"minimum": low} | ({} if high is None else {"maximum": high})
+    bounds: JsonDict = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
     return Field(default=None, json_schema_extra=bounds)
 
 

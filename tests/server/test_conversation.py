@@ -237,6 +237,20 @@ async def test_a_form_reaches_the_engine() -> None:
     assert json.loads(structured.source) == SCHEMA
 
 
+async def test_a_form_beside_tools_leaves_room_for_calls() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    told, engine = await answer(call_text(), {"response_format": form, "tools": [TIME]})
+    structured = engine.admitted[0].params.structured
+    assert structured is not None
+    assert structured.source.startswith("start: answer | calls\n")
+    assert "get_time" in structured.source
+    assert told["choices"][0]["finish_reason"] == "tool_calls"
+    async with client_of(engine) as client:
+        body = {"messages": [USER], "tools": [TIME], "structured_outputs": {"grammar": 'start: "a"'}}
+        assert error_of(await client.post(PATH, json=body))["param"] == "structured_outputs.grammar"
+        assert (await client.post(PATH, json=body | {"tool_choice": "none"})).status_code == 200
+
+
 async def test_custom_tools_take_free_text() -> None:
     code = 'print("é😀")\n'
     told, engine = await answer(call_text("run", input=code), {"tools": [CUSTOM]})
@@ -281,11 +295,11 @@ async def test_a_template_without_tools_is_told_of_them_in_words() -> None:
     assert "<|im_start|>user\n<tool_response>\n12 C\n</tool_response>" in prompt
 
 
-async def test_an_unknown_parser_is_told() -> None:
-    async with client_of(engine_saying("x"), tool_call_parser="none") as client:
+async def test_without_a_format_calls_are_words() -> None:
+    async with client_of(engine_saying(call_text()), tool_call_parser="none") as client:
         body = {"messages": [USER], "tools": [WEATHER]}
         told = (await client.post(PATH, json=body)).json()["choices"][0]
-    assert told["message"]["content"] == "x"
+    assert told["message"]["content"] == call_text()
 
 
 async def test_tools_that_cannot_be_run_are_dropped_and_named() -> None:

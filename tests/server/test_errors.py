@@ -121,11 +121,11 @@ async def test_a_failure_inside_the_engine(path: str) -> None:
         plain = await client.post(path, json=body)
         streamed = await client.post(path, json=body | {"stream": True})
         metrics = (await client.get("/metrics")).text
-    assert error_of(plain, 500)["code"] == "engine_error"
+    assert error_of(plain, 500)["code"] == "server_error"
     assert "secret" not in plain.text + streamed.text
     assert streamed.status_code == 200
     *_, last, done = [block for block in streamed.text.split("\n\n") if block]
     assert done == "data: [DONE]"
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_error"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_error"
     assert '"finish_reason":"' not in streamed.text
     assert 'errors_total{code="500"} 2.0' in metrics

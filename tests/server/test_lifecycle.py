@@ -62,6 +62,13 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(log: Path) -> None:
         assert "Traceback" not in server.log
 
 
+def test_a_parser_that_is_unknown_is_one_sentence(log: Path) -> None:
+    with stub_server(log, "--set", "tool_call_parser=nonsense") as server:
+        assert server.wait() == 1
+        assert "pagemill: --tool-call-parser nonsense: there is" in server.log
+        assert "Traceback" not in server.log
+
+
 def test_a_signal_while_loading_ends_at_once(log: Path) -> None:
     with stub_server(log, "--load", "60") as server:
         server.wait_for("starting")
