@@ -11,6 +11,7 @@ Knows tokens and logprobs; knows no rows, blocks or queues. The rules are those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -108,7 +109,7 @@ class Search:
         return "length" if self._length >= self._max_tokens else None
 
     def _finish(self, best: Sequence[Continuation], candidates: Sequence[TokenLogprobs]) -> None:
-        divisor = self._length**self._beam.length_penalty
+        divisor = self._divisor(self._length)
         for each in best:
             reason = self._reason(each.token_id)
             if reason is not None:
@@ -123,7 +124,10 @@ class Search:
         if beam.early_stopping is True:
             return True
         at_best = self._max_tokens if beam.early_stopping == "never" and beam.length_penalty > 0 else self._length
-        return best_running / at_best**beam.length_penalty <= self.finished[-1].score
+        return best_running / self._divisor(at_best) <= self.finished[-1].score
+
+    def _divisor(self, length: int) -> float:
+        return math.pow(length, self._beam.length_penalty)
 
     def _extended(self, each: Continuation, candidates: Sequence[TokenLogprobs]) -> Hypothesis:
         parent = self.running[each.parent]
