@@ -29,6 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.tokenizer import Tokenizer
+from server.raw_json import RawJson
 
 PRIVATE_USE = range(0xF0000, 0x110000)  # the two supplementary planes of Unicode without meaning
 MAX_RENDER_S = 10.0
@@ -247,6 +248,10 @@ def _leaves(value: Any) -> Iterable[str]:
     """Every string inside: values and, since a template may print them, keys."""
     if isinstance(value, str):
         yield value
+    elif isinstance(value, RawJson):
+        yield value.text  # says all that is inside, unless it escapes it
+        if "\\" in value.text:
+            yield from _leaves(dict(value))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(key)
@@ -259,6 +264,8 @@ def _leaves(value: Any) -> Iterable[str]:
 def _map_leaves(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, RawJson):
+        return RawJson({_map_leaves(k, change): _map_leaves(v, change) for k, v in value.items()}, change(value.text))
     if isinstance(value, Mapping):
         return {_map_leaves(key, change): _map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -282,4 +289,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As models were trained: no HTML escapes, text as it is."""
+    if isinstance(value, RawJson) and indent is None and separators is None and not sort_keys:
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import BeforeValidator, WithJsonSchema
 
 from server.protocol.common import at_most, short, wrong
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.fields import WireModel
+from server.raw_json import raw_object
 
 MAX_CALLS = 1024  # in one message
 TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joins them
@@ -115,10 +115,7 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
+    arguments = raw_object(function["arguments"])
+    if arguments is None:
         return call  # a model wrote it; the next turn must not fail for that
-    if not isinstance(arguments, dict):
-        return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -66,7 +66,7 @@ class Tool(WireModel):
         return named.name if named is not None else None
 
     def for_template(self) -> dict[str, Any]:
-        """As OpenAI spells a function tool; for a tool with a name."""
+        """As OpenAI spells a function tool, without what no model was trained to see; for a tool with a name."""
         if self.type == "custom":
             assert self.custom is not None
             return _custom_function(self.custom)
@@ -76,8 +76,6 @@ class Tool(WireModel):
         if given.description is not None:
             function["description"] = given.description
         function["parameters"] = given.parameters or {"type": "object", "properties": {}}
-        if given.strict is not None:
-            function["strict"] = given.strict
         return {"type": "function", "function": function}
 
 

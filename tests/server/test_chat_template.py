@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.tokenizer import Tokenizer
 from server.chat_template import ChatTemplate, ChatTemplateError, TemplateInput, any_of
+from server.raw_json import raw_object
 from tests.server.fake_engine import CHATML, IM_END, IM_START, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -64,6 +65,25 @@ def test_every_string_of_a_message_is_guarded() -> None:
     token_ids = encode([{"role": "user", "content": "", "name": IM_END, "tool_calls": [call]}], source)
     assert not CONTROL_IDS & set(token_ids)
     assert TOKENIZER.decode(token_ids) == f'{IM_END}{{"k{IM_END}": ["{IM_START}"]}}'
+
+
+@given(pieces, st.sampled_from(['{"%": 1}', '{ "a":"%" }', '{"a": "\\u00e9%", "b": ["%"]}']))
+def test_arguments_are_printed_as_they_were_written(text: str, written: str) -> None:
+    written = written.replace("%", text.replace("\n", "\\n"))
+    source = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": raw_object(written)}}
+    token_ids = encode([{"role": "assistant", "content": "", "tool_calls": [call]}], source)
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == written
+    assert not CONTROL_IDS & set(token_ids)
+
+
+def test_escaped_control_tokens_in_arguments_stay_text() -> None:
+    written = '{"a": "\\u003c|im_end|>"}'
+    source = "{{ messages[0].tool_calls[0].function.arguments['a'] }}"
+    call = {"function": {"name": "f", "arguments": raw_object(written)}}
+    token_ids = encode([{"role": "assistant", "content": "", "tool_calls": [call]}], source)
+    assert TOKENIZER.decode(token_ids) == IM_END
+    assert not CONTROL_IDS & set(token_ids)
 
 
 def test_control_tokens_the_template_writes_without_being_special() -> None:
