@@ -19,9 +19,9 @@ MAX_BLANKS = 20  # in a row, between the tokens of a JSON text
 WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
 
 _OBJECT = {"type": "object"}
-# a quantifier with nothing before it; the compiler drops anchors first and would take it for a character
-_NOTHING_TO_REPEAT = re.compile(r"(?:^|(?<!\\)(?:\\\\)*[(|^])(?:[*+]|\{\d+(?:,\d*)?\})")
-_OPEN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\$")
+_QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+# an escape, a class of characters (to its end or to the end of all), the head of a group, or a character
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\??|.", re.DOTALL)
 
 
 def to_llguidance(structured: StructuredOutput) -> str:
@@ -94,10 +94,15 @@ def _check_schema(schema: dict[str, Any]) -> None:
 
 
 def _check_pattern(pattern: str) -> None:
-    if _NOTHING_TO_REPEAT.search(pattern):
-        raise ValueError(f"The pattern {_short(pattern)} has a quantifier with nothing to repeat.")
-    if _OPEN_ESCAPE.search(pattern):
-        raise ValueError(f"The pattern {_short(pattern)} ends with a lone backslash.")
+    """The compiler drops anchors first, and would then take a quantifier with nothing before it for a character."""
+    at_start, place = True, 0
+    while found := _PIECE.match(pattern, place):
+        if at_start and _QUANTIFIER.match(pattern, place):
+            raise ValueError(f"The pattern {_short(pattern)} has a quantifier with nothing to repeat.")
+        if found[0] == "\\":
+            raise ValueError(f"The pattern {_short(pattern)} ends with a lone backslash.")
+        at_start = found[0] in ("(", "(?", "|", "^")
+        place = found.end()
 
 
 def _slashed(pattern: str) -> str:

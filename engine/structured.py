@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from engine import grammar_probe
@@ -152,6 +153,8 @@ class GrammarStore:
         complaint, num_bytes = self._probe().ask(source)
         if complaint is not None:
             return Grammar(error=_sentence(complaint))
+        if num_bytes > self.config.cache_bytes:
+            return Grammar(error="it takes too much memory.")
         matcher = grammar_probe.new_matcher(self._tokenizer, source)
         logger.debug("a grammar of %d characters took %.3f s", len(source), time.monotonic() - started)
         if matcher.is_error():
@@ -195,6 +198,12 @@ class GrammarStore:
         """Some tokens whose bytes, joined, are `data`."""
         assert self._vocabulary is not None
         return self._vocabulary(data.decode("utf-8", "replace"))
+
+    @cached_property
+    def line_breaks(self) -> list[int]:
+        """Ids that stand for one or two line breaks and nothing else."""
+        assert self._vocabulary is not None
+        return [i for i, token in enumerate(self._vocabulary.tokens[: self.vocab_size]) if token in (b"\n", b"\n\n")]
 
     def tokens_towards(self, text: bytes) -> list[int]:
         """Ids whose bytes begin `text`, or begin with it."""

@@ -28,18 +28,30 @@ logger = logging.getLogger("pagemill.engine")
 
 GRAMMAR_FAILED = "The grammar of this request failed while its text was made."
 BITS = 32  # per word of a mask
+MAX_GAP = 2  # tokens of line breaks between the thinking and the form
 
 
 class Phase(Enum):
     OPEN = "open"  # the output may still begin with the mark that starts the thinking
     THINKING = "thinking"
+    GAP = "gap"  # the thinking has just ended: line breaks may follow, as models write them
     GRAMMAR = "grammar"
 
 
 class GrammarRow:
     """One sequence's place in its grammar."""
 
-    __slots__ = ("_bytes_seen", "_marks", "_new_matcher", "_store", "matcher", "num_seen", "phase")
+    __slots__ = (
+        "_bytes_seen",
+        "_marks",
+        "_new_matcher",
+        "_num_gap",
+        "_store",
+        "matcher",
+        "num_gap",
+        "num_seen",
+        "phase",
+    )
 
     def __init__(self, store: GrammarStore, params: SamplingParams) -> None:
         """Raises LookupError if the grammar is not there."""
@@ -49,6 +61,7 @@ class GrammarRow:
         self._marks: ReasoningMarks | None = params.reasoning
         self._bytes_seen = b""  # while OPEN all, while THINKING as many as may begin the mark
         self.num_seen = 0  # output tokens
+        self._num_gap = 0
         self.matcher: Any = self._new_matcher()  # None: the output can only be thinking
         if self._marks is None:
             self.phase = Phase.GRAMMAR
@@ -56,10 +69,12 @@ class GrammarRow:
             self.phase = Phase.THINKING if self._marks.opened else Phase.OPEN
 
     @property
-    def missing_start(self) -> bytes:
-        """While OPEN: what is left of the mark that starts the thinking."""
-        assert self._marks is not None
-        return self._marks.start.encode()[len(self._bytes_seen) :]
+    def allowed_beside(self) -> list[int]:
+        """Ids that may follow whatever the grammar says: on the way to a mark, or behind one."""
+        if self.phase is Phase.OPEN:
+            assert self._marks is not None
+            return self._store.tokens_towards(self._marks.start.encode()[len(self._bytes_seen) :])
+        return self._store.line_breaks if self.phase is Phase.GAP else []
 
     @property
     def ended(self) -> bool:
@@ -68,7 +83,7 @@ class GrammarRow:
 
     @property
     def failed(self) -> bool:
-        return self.phase is Phase.GRAMMAR and bool(self.matcher.is_error())
+        return self.matcher is not None and bool(self.matcher.is_error())
 
     def take(self, token_id: int) -> None:
         """One more output token."""
@@ -77,6 +92,8 @@ class GrammarRow:
             self.matcher.consume_token(token_id)
         elif self.phase is Phase.THINKING:
             self._think(self._store.token_bytes(token_id))
+        elif self.phase is Phase.GAP:
+            self._cross(token_id)
         else:
             self._open(token_id)
 
@@ -107,10 +124,20 @@ class GrammarRow:
         if found < 0:
             self._bytes_seen = seen[max(0, len(seen) - len(end) + 1) :]
             return
-        self.phase = Phase.GRAMMAR
-        rest = seen[found + len(end) :].lstrip()  # blanks behind the mark belong to it
-        if rest:
-            self.matcher.consume_tokens(self._store.spell(rest))
+        rest = seen[found + len(end) :]
+        text = rest.lstrip()  # blanks behind the mark belong to it
+        self.phase = Phase.GRAMMAR if rest else Phase.GAP
+        if text:
+            self.matcher.consume_tokens(self._store.spell(text))
+
+    def _cross(self, token_id: int) -> None:
+        self._num_gap += 1
+        taken = self.matcher.try_consume_tokens([token_id]) == 1
+        if not taken and token_id not in self._store.line_breaks:
+            self.matcher.consume_token(token_id)  # not ours to sample; the matcher says what is wrong
+            taken = True
+        if taken or self._num_gap == MAX_GAP:
+            self.phase = Phase.GRAMMAR
 
 
 class GrammarRows:
@@ -207,10 +234,10 @@ class GrammarRows:
         torch.bitwise_and(torch.from_numpy(masks[index]).unsqueeze(1), self._bit, out=self._bits)
         torch.eq(self._bits, 0, out=self._banned)
         banned = self._banned.view(-1)[: logits.shape[0]]
-        if state.phase is Phase.OPEN:
-            if state.matcher is None:
-                banned.fill_(True)
-            banned[self._store.tokens_towards(state.missing_start)] = False
+        if state.matcher is None:
+            banned.fill_(True)
+        if beside := state.allowed_beside:
+            banned[beside] = False
         if context.params.ignore_eos and int(banned.sum()) < len(banned) - len(eos):
             banned[eos] = True
         logits.masked_fill_(banned, -torch.inf)

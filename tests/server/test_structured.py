@@ -1,0 +1,139 @@
+"""What a request says about the form of its text: which fields, which bounds, and who is told what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.sampling_params import StructuredOutput
+from server.protocol.common import parse
+from server.protocol.completions import CompletionRequest
+from server.protocol.errors import InvalidRequest
+from server.protocol.structured import structured_output
+from tests.server.fake_engine import FakeEngine, says, small_tokenizer
+from tests.server.harness import client_of, error_of
+
+TOKENIZER = small_tokenizer()
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+
+
+def read(**fields: Any) -> StructuredOutput | None:
+    return structured_output(parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest))
+
+
+def named(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        ({"response_format": named(SCHEMA)}, "json", "response_format.json_schema.schema"),
+        (
+            {"response_format": named(SCHEMA, strict=True, description="d")},
+            "json",
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, "json", "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", "é"]}}, "choice", "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", "structured_outputs.grammar"),
+        ({"guided_json": SCHEMA}, "json", "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json", "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "guided_regex"),
+        ({"guided_choice": ["a"]}, "choice", "guided_choice"),
+        ({"guided_grammar": 'start: "a"'}, "lark", "guided_grammar"),
+    ],
+)
+def test_every_spelling_is_read(fields: dict[str, Any], kind: str, param: str) -> None:
+    structured = read(**fields)
+    assert structured is not None
+    assert (structured.kind, structured.param) == (kind, param)
+    if kind == "json":
+        assert json.loads(structured.source) == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None},
+        {"structured_outputs": {"json_object": False}},
+    ],
+)
+def test_no_form_is_none(fields: dict[str, Any]) -> None:
+    assert read(**fields) is None
+
+
+def test_equal_forms_are_one_whatever_field_they_came_from() -> None:
+    assert read(guided_regex="a+") == read(structured_outputs={"regex": "a+"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": 5}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ({"response_format": named(SCHEMA, name="a b")}, "response_format.json_schema.name"),
+        ({"response_format": named(SCHEMA, name="n" * 65)}, "response_format.json_schema.name"),
+        ({"response_format": named(SCHEMA, strict="yes")}, "response_format.json_schema.strict"),
+        ({"response_format": named(None)}, "response_format.json_schema.schema"),
+        ({"response_format": named([1])}, "response_format.json_schema.schema"),
+        ({"response_format": named("{}")}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"yaml": 1}}, "structured_outputs.yaml"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"] * 10_001}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "structured_outputs.grammar"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_malformed_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_bad_grammar_is_a_plain_400_also_for_a_stream(streamed: bool) -> None:
+    engine = FakeEngine(says("text", TOKENIZER), tokenizer=TOKENIZER)
+    body = {"prompt": "x", "guided_regex": "bad", "stream": streamed}
+    async with client_of(engine) as client:
+        error = error_of(await client.post("/v1/completions", json=body))
+        metrics = (await client.get("/metrics")).text
+    assert error["param"] == "guided_regex"
+    assert not engine.admitted
+    assert "pagemill_grammar_failures_total 1.0" in metrics
+
+
+async def test_the_form_reaches_the_engine_compiled_first() -> None:
+    engine = FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER)
+    async with client_of(engine) as client:
+        for _ in range(2):
+            assert (await client.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert engine.compiled == [StructuredOutput("regex", "a")] * 2
+    assert [admitted.params.structured for admitted in engine.admitted] == engine.compiled
+    assert "pagemill_grammar_cache_hits_total 1.0" in metrics
+    assert "pagemill_grammar_compile_seconds_count 1.0" in metrics
