@@ -110,7 +110,7 @@ _MINIMAX = Tags(
     "</parameter>",
 )  # fmt: skip
 
-_MINICPM = Tags("", "", '<function name="', '">', "</function>", '<param name="', '">', "", "</param>")
+_MINICPM = Tags("", "", '<function name="', '">', "</function>", '<param name="', '">', "", "</param>", cdata=True)
 
 # In the order in which they are looked for: what is written in fewer formats comes first.
 KINDS: tuple[Kind, ...] = (
@@ -126,6 +126,8 @@ KINDS: tuple[Kind, ...] = (
     _tags(
         "qwen3_coder", _function_tags("<tool_call>", "</tool_call>", line_breaks=True), ("<function=", "<parameter=")
     ),
+    _tags("functionary", _function_tags("", "", line_breaks=False), ("<function=",)),
+    _tags("minicpm", _MINICPM, ('<function name="', '<param name="')),
     _gemma("gemma4", GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>')),
     _gemma("functiongemma", GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>")),
     Kind(

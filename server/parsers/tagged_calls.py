@@ -18,6 +18,7 @@ from server.parsers.schema import Tools, typed
 from server.parsers.script import MAX_NAME_CHARS, Malformed, Marks, Reading, Sink
 
 _STRING = frozenset(("string",))
+_CDATA = Marks(["<![CDATA["])
 _NAME = re.compile(r'[^\n<>{"]*')
 
 
@@ -28,6 +29,7 @@ class Tags:
     argument's name; value, value_end: around its value.
 
     line_breaks: one line break after the value's tag and one before its end are the format's.
+    cdata: a value may be wrapped as in XML, <![CDATA[...]]>.
     told: key_end -> whether it says that the value is a string, where it says so."""
 
     open: str
@@ -40,6 +42,7 @@ class Tags:
     value: str
     value_end: str
     line_breaks: bool = False
+    cdata: bool = False
     told: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -58,9 +61,11 @@ class TaggedCalls(BlockCalls):
         self._call = Marks([tags.call])
         self._name_end = Marks([tags.name_end])
         self._next = Marks([tags.key, tags.call_end, tags.close, tags.open, tags.call])
+        self._after_value = Marks([tags.key, tags.call_end, tags.close])
         self._key_end = Marks([tags.key_end, *tags.told])
         self._value = Marks([tags.value])
         self._value_end = Marks([tags.value_end])
+        self._wrapped_end = Marks(["]]>" + tags.value_end])
         self._close = Marks([tags.close, tags.open, tags.call])
 
     def calls(self, mark: str) -> Reading[None]:
@@ -153,8 +158,10 @@ class TaggedCalls(BlockCalls):
 
     def _pass_value(self, value: _Value) -> Reading[bool]:
         """False: the text ended first."""
-        while mark := (yield from self.reader.until(self._value_end, value)):
-            if (yield from self.reader.is_followed_by(self._next)):
+        is_wrapped = self._tags.cdata and (yield from self.reader.starts(_CDATA)) is not None
+        value_end = self._wrapped_end if is_wrapped else self._value_end
+        while mark := (yield from self.reader.until(value_end, value)):
+            if (yield from self.reader.is_followed_by(self._after_value)):
                 return True
             value(mark)
         return False

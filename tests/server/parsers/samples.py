@@ -80,6 +80,14 @@ SAMPLES: list[tuple[str, str, str, Calls]] = [
     ("qwen3_coder", '<tool_call>\n<function=now>\n{"a": 1}\n</function>\n</tool_call>', "", [("now", {"a": 1})]),
     ("qwen3_coder", "<tool_call>\nhm</tool_call>", "<tool_call>\nhm</tool_call>", []),
     ("qwen3_coder", "if a <function b", "if a <function b", []),
+    ("functionary", 'Well. <function=get_weather>' + JSON_ARGUMENTS + "</function><function=now>{}</function>",
+     "Well.", TWO),
+    ("functionary", "<function=write_file><parameter=text>\nx</parameter></function> y", "y",
+     [("write_file", {"text": "\nx"})]),
+    ("minicpm", '<function name="get_weather"><param name="city">' + MEANT + '</param><param name="days">2</param>'
+     '</function>\n<function name="now"></function>', "", TWO),
+    ("minicpm", '<function name="write_file"><param name="text"><![CDATA[a\n</param> & ]]></param></function>', "",
+     [("write_file", {"text": "a\n</param> & "})]),
     ("seed_oss", "\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>" + MEANT + "</parameter>\n"
      "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n"
      "</seed:tool_call>", "", TWO),

@@ -192,7 +192,7 @@ KIND_NAMES = [kind.name for kind in KINDS]
 def format_of(name: str, *, special: bool) -> tuple[ToolFormat, Tokenizer]:
     """special: the format's marks are special tokens of the vocabulary, as they are in most."""
     kind = next(kind for kind in KINDS if kind.name == name)
-    marks = [mark for mark in dict.fromkeys(kind.marks) if mark and not mark.endswith(("=", '"'))]
+    marks = [mark for mark in dict.fromkeys(kind.marks) if mark[-1:] not in ("", "=", '"') and mark != ">"]
     tokenizer = byte_tokenizer(marks if special else [])
     template = "[ARGS]" if name == "mistral" else ""
     return ToolFormat(kind, tokenizer, template), tokenizer
