@@ -13,18 +13,20 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
-from server.protocol.common import short
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import short
 
 HELD = "thinking:"  # begins a signature that holds the thinking itself, where a client asked not to be shown it
 MEDIA = ("image", "document", "container_upload", "file")
 RAN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result")  # traces of Anthropic's own tools
 
-# A line that client programs put before their system prompt and change from request to request: what follows it
-# would never be found in the prefix cache.
-CLIENT_HEADER = re.compile(r"\A\s*x-[a-z0-9-]*-header:[^\n]*\n*", re.IGNORECASE)
+# Lines that client programs put before their system prompt and change from request to request: what follows them
+# would never be found in the prefix cache. Possessive, so that no text takes long to search.
+CLIENT_HEADERS = re.compile(r"(?:\s*+x-[a-z0-9-]{1,64}?-header:[^\n]*+(?:\n|\Z))++\n*+", re.IGNORECASE)
+READ = frozenset({
+    "type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id", "content", "is_error",
+    "title", "source", "tool_name",
+})  # fmt: skip
 
 Ignored = set[str]  # names of what was left out, for the client
 
@@ -41,6 +43,7 @@ def chat_messages(
         path = f"messages[{index}]"
         if not isinstance(message, dict):
             raise _wrong(path, f"must be an object, got {short(message)}")
+        ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
         match message.get("role"):
             case "user":
                 _add_user(chat, message, path, ignored)
@@ -51,14 +54,16 @@ def chat_messages(
                 _add(chat, {"role": "system" if late_system or not chat else "user", "content": parts})
             case role:
                 raise _wrong(f"{path}.role", f'must be "user", "assistant" or "system", got {short(role)}')
+    for message in chat:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return chat
 
 
 def without_client_headers(text: str) -> str:
     """A system prompt without the lines that clients put before it and change on every request."""
-    while match := CLIENT_HEADER.match(text):
-        text = text[match.end() :]
-    return text
+    match = CLIENT_HEADERS.match(text)
+    return text[match.end() :] if match is not None else text
 
 
 def hold(thinking: str) -> str:
@@ -67,15 +72,14 @@ def hold(thinking: str) -> str:
 
 
 def _add(chat: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """All fields but the role are lists here, so that many short turns cost no more than one long one."""
     last = chat[-1] if chat else None
     if last is None or last["role"] != message["role"]:
         chat.append(message)
         return
-    last["content"] = [*last["content"], *message["content"]]
-    if thinking := message.get("reasoning_content"):
-        last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thinking)))
-    if calls := message.get("tool_calls"):
-        last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+    for name in ("content", "reasoning_content", "tool_calls"):
+        if name in message:
+            last.setdefault(name, []).extend(message[name])
 
 
 def _add_user(chat: list[dict[str, Any]], message: dict[str, Any], path: str, ignored: Ignored) -> None:
@@ -100,7 +104,7 @@ def _assistant(message: dict[str, Any], path: str, ignored: Ignored) -> dict[str
     for where, block in _blocks(message.get("content"), f"{path}.content", ignored):
         match block["type"]:
             case "thinking":
-                thinking.append(_thinking(block, where))
+                thinking += filter(None, [_thinking(block, where)])
             case "tool_use":
                 calls.append(_call(block, where))
             case kind if kind == "redacted_thinking" or RAN_ELSEWHERE.fullmatch(kind):
@@ -108,8 +112,8 @@ def _assistant(message: dict[str, Any], path: str, ignored: Ignored) -> dict[str
             case _:
                 texts.append(_text_part(block, where))
     turn: dict[str, Any] = {"role": "assistant", "content": texts}
-    if any(thinking):
-        turn["reasoning_content"] = "\n".join(filter(None, thinking))
+    if thinking:
+        turn["reasoning_content"] = thinking
     if calls:
         turn["tool_calls"] = calls
     return turn
@@ -126,7 +130,7 @@ def _blocks(content: object, path: str, ignored: Ignored) -> list[tuple[str, dic
         where = f"{path}[{index}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise _wrong(where, "must be a content block, an object with a type")
-        ignored.update(name for name in ("cache_control", "citations") if block.get(name) is not None)
+        ignored.update(name for name in block.keys() - READ if block[name] is not None)
         blocks.append((where, block))
     return blocks
 
@@ -179,7 +183,7 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise _wrong(f"{where}.input", f"must be an object, got {short(arguments)}")
-    function = {"name": _string(block, "name", where), "arguments": orjson.dumps(arguments).decode()}
+    function = {"name": _string(block, "name", where), "arguments": arguments}  # an object: the template spells it
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 

@@ -49,6 +49,7 @@ async def count_tokens(request: Request) -> Response:
     _, chat = await _read(request, front)
     front.check_model(chat.model)
     conversation = await prepare(front, chat, check_length=False)
+    front.ignored.note(request, conversation.ignored)
     return Response(orjson.dumps({"input_tokens": len(conversation.prompt)}), media_type="application/json")
 
 

@@ -48,6 +48,20 @@ def test_what_clients_put_before_a_system_prompt_is_dropped_and_named(system: An
     assert ignored
 
 
+@pytest.mark.parametrize("text", ["x-a-header:\n" * 200_000, "x-a-header:" + "\n" * 2_000_000, "x-" * 1_000_000])
+def test_no_text_takes_long_to_search(text: str) -> None:
+    """A search that takes the square of the length would not end within the test's life."""
+    assert without_client_headers(text + "a") in ("a", text + "a")
+
+
+def test_many_short_turns() -> None:
+    """The same: joining turn by turn would move gigabytes."""
+    thought = {"type": "thinking", "thinking": "t" * 10_000, "signature": "s"}
+    (message,) = chat([{"role": "assistant", "content": [thought, *said("x"), CALL]}] * 4000)
+    assert len(message["reasoning_content"]) == 4000 * 10_001 - 1
+    assert len(message["content"]) == len(message["tool_calls"]) == 4000
+
+
 @pytest.mark.parametrize("text", ["x-ray header: none", "You: x-a-header: b", "a\nx-anthropic-billing-header: c", ""])
 def test_other_words_stay(text: str) -> None:
     assert without_client_headers(text) == text
@@ -69,11 +83,11 @@ def test_an_agents_turn_becomes_one_message_and_tool_messages() -> None:
     ignored: set[str] = set()
     messages = [USER, {"role": "assistant", "content": turn}, {"role": "user", "content": results}]
     _, assistant, first, second, user = chat_messages(messages, None, ignored, late_system=True)
-    function = {"name": "Read", "arguments": '{"path":"a"}'}
+    function = {"name": "Read", "arguments": {"path": "a"}}
     assert assistant["reasoning_content"] == "Two places."
     assert assistant["content"] == said("Looking.")
     assert assistant["tool_calls"][0] == {"id": "toolu_1", "type": "function", "function": function}
-    assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == ['{"path":"a"}', "{}"]
+    assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [{"path": "a"}, {}]
     assert first == {"role": "tool", "tool_call_id": "toolu_1", "content": said("A", "B")}
     assert second == {"role": "tool", "tool_call_id": "toolu_2", "content": said("Error: no such file")}
     assert user == {"role": "user", "content": said("Go on.")}
@@ -140,6 +154,13 @@ def test_what_ran_elsewhere_is_dropped_and_named() -> None:
     (message,) = chat_messages([{"role": "assistant", "content": blocks}], None, ignored, late_system=True)
     assert message["content"] == said("x")
     assert ignored == {"server_tool_use", "web_search_tool_result", "mcp_tool_use"}
+
+
+def test_fields_that_nobody_reads_are_named() -> None:
+    ignored: set[str] = set()
+    block = {"type": "text", "text": "x", "mood": "glad", "citations": None}
+    chat_messages([{"role": "user", "content": [block], "id": "m"}], None, ignored, late_system=True)
+    assert ignored == {"mood", "messages[].id"}
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
