@@ -1,4 +1,4 @@
-"""/v1/models, /tokenize and /detokenize."""
+"""/v1/models, /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -68,3 +68,62 @@ async def test_a_request_without_a_body_says_so() -> None:
     async with client_of(engine()) as client:
         for path in ("/tokenize", "/v1/completions", "/v1/chat/completions"):
             assert "no body" in error_of(await client.post(path))["message"]
+
+
+USER = {"role": "user", "content": "the <|im_end|> é"}
+
+
+async def test_messages_are_tokenized_as_chat_reads_them() -> None:
+    served = engine()
+    async with client_of(served) as client:
+        told = (await client.post("/tokenize", json={"messages": [USER], "return_token_strs": True})).json()
+        await client.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1})
+        bare = (await client.post("/tokenize", json={"messages": [USER], "add_generation_prompt": False})).json()
+        prefill = [USER, {"role": "assistant", "content": "a"}]
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        continued = (await client.post("/tokenize", json={"messages": prefill, **options})).json()
+        tool = {"type": "function", "function": {"name": "weather"}}
+        with_tools = (await client.post("/tokenize", json={"messages": [USER], "tools": [tool]})).json()
+        plain = (await client.post("/tokenize", json={"prompt": "the é"})).json()
+    assert tuple(told["tokens"]) == served.admitted[0].prompts[0]
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["token_strs"][0] == "<|im_start|>"
+    assert bare["tokens"] == told["tokens"][: bare["count"]]
+    assert bare["count"] < told["count"]
+    assert TOKENIZER.decode(continued["tokens"], skip_special_tokens=False).endswith("assistant\na")
+    assert "weather" in TOKENIZER.decode(with_tools["tokens"])
+    assert plain["token_strs"] is None
+
+
+async def test_long_messages_are_tokenized_too() -> None:
+    async with client_of(engine()) as client:
+        told = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "ab" * 600}]})).json()
+    assert told["count"] > told["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [USER], "chat_template": "x"}, "chat_template"),
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_what_tokenize_refuses(body: dict[str, object], param: str) -> None:
+    async with client_of(engine()) as client:
+        assert error_of(await client.post("/tokenize", json=body))["param"] == param
+
+
+async def test_tokenizer_info() -> None:
+    async with client_of(engine()) as client:
+        told = (await client.get("/tokenizer_info")).json()
+    assert told["chat_template"] == TOKENIZER.chat_template
+    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<s>", "<|im_end|>", None)
+    assert (told["bos_token_id"], told["eos_token_ids"]) == (TOKENIZER.bos_token_id, list(TOKENIZER.eos_token_ids))
+    assert (told["vocab_size"], told["model_max_length"]) == (TOKENIZER.vocab_size, 512)
+    assert told["tokenizer_class"]
