@@ -20,6 +20,9 @@ WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
 
 _OBJECT = {"type": "object"}
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r"\t\n\v\f\r "}
+_SPELLED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # an escape, a class of characters (to its end or to the end of all), the head of a group, or a character
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\??|.", re.DOTALL)
 
@@ -106,9 +109,20 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _slashed(pattern: str) -> str:
-    """As the body of a /.../ term: slashes escaped, line breaks spelled."""
-    slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
-    return slashed.replace("\\\n", r"\n").replace("\n", r"\n").replace("\r", r"\r")
+    r"""As the body of a /.../ term: slashes escaped, line breaks spelled, \d, \w and \s of ASCII alone: who asks for a
+    digit wants to read it as one."""
+    return "".join(_slashed_piece(piece) for piece in _PIECE.findall(pattern))
+
+
+def _slashed_piece(piece: str) -> str:
+    if piece.startswith("["):
+        piece = _ESCAPE.sub(lambda found: _ASCII.get(found[0], found[0]), piece)
+    elif piece in _ASCII:
+        piece = f"[{_ASCII[piece]}]"
+    elif piece.lower() in _ASCII:
+        piece = f"[^{_ASCII[piece.lower()]}]"
+    piece = _ESCAPE.sub(lambda found: _SPELLED.get(found[0][1], found[0]), piece)
+    return re.sub(r"(\\.)|[/\n\r]", lambda found: found[1] or _SPELLED[found[0]], piece)
 
 
 def _short(pattern: str) -> str:
