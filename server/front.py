@@ -26,8 +26,9 @@ from server.ignored import IgnoredFields
 from server.metrics import Metrics
 from server.observe import Observer
 from server.protocol.answers import AnswerWriter
-from server.protocol.common import GenerationRequest, Limits, Wire, parse, short
+from server.protocol.common import GenerationRequest
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
+from server.protocol.parsing import Limits, Wire, parse, short
 from server.reading import ModelReader
 from server.settings import Settings
 from server.shown_prompt import ShownPrompt

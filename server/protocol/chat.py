@@ -8,8 +8,9 @@ from pydantic import FailFast
 
 from server.protocol.chat_messages import Message
 from server.protocol.chat_tools import Tool
-from server.protocol.common import GenerationRequest, at_most
+from server.protocol.common import GenerationRequest
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import at_most
 
 MAX_MODALITIES = 16
 MAX_EFFORT_CHARS = 32

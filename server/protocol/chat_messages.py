@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from server.protocol.common import at_most, short, wrong
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.fields import WireModel
+from server.protocol.parsing import at_most, short, wrong
 from server.raw_json import raw_object
 
 MAX_CALLS = 1024  # in one message

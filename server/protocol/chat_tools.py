@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from server.protocol.common import short, wrong
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
+from server.protocol.parsing import short, wrong
 
 MAX_NAME_CHARS = 256
 

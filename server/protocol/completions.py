@@ -13,8 +13,9 @@ from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from engine.outputs import SamplingDefaults
 from engine.sampling_params import MAX_N, SamplingParams
-from server.protocol.common import GenerationRequest, limit_of, short, wrong
+from server.protocol.common import GenerationRequest
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import limit_of, short, wrong
 from server.protocol.structured import structured_output
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -13,10 +13,11 @@ from pydantic import BeforeValidator, FailFast
 
 from engine.sampling_params import MAX_STOP_STRINGS
 from server.protocol.chat import ChatRequest
-from server.protocol.common import at_most, check_fields, short, wrong
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
 from server.protocol.message_blocks import Ignored, chat_messages
+from server.protocol.message_tools import client_tool
+from server.protocol.parsing import at_most, check_fields, short, wrong
 
 # fields of the chat request that are spelled and mean the same here; most are not Anthropic's, but ours
 SHARED = (
@@ -39,7 +40,7 @@ def _stop_sequences(value: object) -> object:
 
 
 class Tool(WireModel):
-    """A custom tool, or one that its type names: those have no schema, and what runs them is not here."""
+    """A custom tool, or one that its type names: a client's whose input is known, or one that does not run here."""
 
     hints: ClassVar = frozenset({
         "cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming",
@@ -54,13 +55,14 @@ class Tool(WireModel):
     def for_chat(self, path: str) -> dict[str, Any]:
         """As chat spells it. Raises InvalidRequest."""
         if self.type not in (None, "custom"):
-            return {"type": self.type}
+            function = client_tool(self.type, self.name)
+            return {"type": self.type} if function is None else {"type": "function", "function": function}
         if not self.name:
             raise InvalidRequest(f"{path}.name must be a name of the tool.", param=f"{path}.name")
         if self.input_schema is None:
             told = f"{path}.input_schema must be an object: the JSON schema of the tool's input."
             raise InvalidRequest(told, param=f"{path}.input_schema")
-        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        function = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
         if self.strict is not None:

@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from server.protocol.common import short
 from server.protocol.errors import ApiError, InvalidRequest
+from server.protocol.parsing import short
 from server.protocol.response_tools import flat_name
 
 Item = dict[str, Any]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from server.protocol.common import short
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import short
 
 MAX_TOOLS = 1024
 NAMESPACE_SEPARATOR = "__"

@@ -14,9 +14,10 @@ import orjson
 from pydantic import FailFast
 
 from server.protocol.chat import ChatRequest
-from server.protocol.common import GenerationRequest, StreamOptions, at_most, check_fields, short
+from server.protocol.common import GenerationRequest, StreamOptions
 from server.protocol.errors import ApiError, InvalidRequest
 from server.protocol.fields import WireModel
+from server.protocol.parsing import at_most, check_fields, short
 from server.protocol.response_items import Item, to_messages
 from server.protocol.response_tools import Tools
 

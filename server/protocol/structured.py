@@ -13,8 +13,9 @@ from typing import Any
 import orjson
 
 from engine.sampling_params import StructuredOutput
-from server.protocol.common import MAX_CHOICES, GenerationRequest, short
+from server.protocol.common import MAX_CHOICES, GenerationRequest
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import short
 
 MAX_SCHEMA_NAME_CHARS = 64
 

@@ -14,8 +14,8 @@ from engine.sampling_params import InvalidParameter
 from server.conversation import Conversation, prepare
 from server.front import Front, front_of, read
 from server.openapi import takes
-from server.protocol.common import short
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
+from server.protocol.parsing import short
 from server.protocol.response_items import Item, Reader, cut, cuts, references
 from server.protocol.response_tools import Tools
 from server.protocol.responses import ResponsesRequest, echo, in_our_words

@@ -11,9 +11,9 @@ import orjson
 import pytest
 
 from server.protocol.chat import ChatRequest
-from server.protocol.common import Wire, parse
 from server.protocol.completions import CompletionRequest
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import Wire, parse
 from server.protocol.tokenize import DetokenizeRequest
 
 MESSAGE = {"role": "user", "content": "a"}

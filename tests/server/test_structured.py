@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import StructuredOutput
-from server.protocol.common import parse
 from server.protocol.completions import CompletionRequest
 from server.protocol.errors import InvalidRequest
+from server.protocol.parsing import parse
 from server.protocol.structured import structured_output
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import client_of, error_of

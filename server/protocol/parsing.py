@@ -1,0 +1,133 @@
+"""From bytes to a checked wire object, and the words for what is wrong with it.
+
+Everything a client may get wrong becomes an `InvalidRequest` here, before a token is made. Null means absent, numbers
+are finite, a bool is no number and a number is no string.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ValidationError, ValidationInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from server.protocol.errors import InvalidRequest
+
+Wire = TypeVar("Wire", bound=BaseModel)
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """An error whose text is told to the client as it stands; `message` begins with a verb ("must be ...")."""
+    return PydanticCustomError("pagemill", "{text}", {"text": message})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Lengths of lists that the operator may set; the context in which a body is validated."""
+
+    prompts: int = 1024
+    messages: int = 4096
+    tools: int = 1024
+
+
+UNCOUNTED = Limits(*[2**31] * 3)
+
+
+def limit_of(info: ValidationInfo, name: str) -> int:
+    limits = info.context if isinstance(info.context, Limits) else Limits()
+    return int(getattr(limits, name))
+
+
+def at_most(limit: int | str) -> BeforeValidator:
+    """For a field that is a list: counted before any item is looked at. A megabyte can hold half a million items, and
+    pydantic makes an error of a kilobyte for each (with FailFast for the first alone).
+
+    limit: a number, or the name of one of `Limits`."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        most = limit_of(info, limit) if isinstance(limit, str) else limit
+        if isinstance(value, list) and len(value) > most:
+            raise wrong(f"must have at most {most} items, got {len(value)}.")
+        return value
+
+    return BeforeValidator(check)
+
+
+def parse(body: bytes, kind: type[Wire], limits: Limits = Limits()) -> Wire:
+    """JSON bytes -> a checked wire object. Raises InvalidRequest with OpenAI-like words and `param`.
+
+    orjson refuses what this needs refused: NaN, infinities and 1e400, lone surrogates, bytes that are no UTF-8,
+    and nesting beyond 1,024 levels, without recursion on the C stack."""
+    if not body:
+        raise InvalidRequest("The request has no body: it must be a JSON object, sent with its Content-Length.")
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
+    return check_fields(data, kind, limits)
+
+
+def check_fields(data: dict[str, Any], kind: type[Wire], limits: Limits = UNCOUNTED) -> Wire:
+    """A parsed JSON object -> a checked wire object; its lists were counted before, unless there are limits. Raises
+    InvalidRequest."""
+    try:
+        return kind.model_validate(data, context=limits)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=True)
+        raise _friendly(details[0]) from None
+
+
+def short(value: object) -> str:
+    """A client's value for a message, as JSON spells it: at most 40 characters."""
+    if isinstance(value, (list, dict)):
+        return _json_name(value)
+    text = json.dumps(value[:41] if isinstance(value, str) else value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _json_name(value: object) -> str:
+    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", int: "a number"}
+    return names.get(type(value), "null" if value is None else "a number")
+
+
+_WANTED = {
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "bool_type": "must be a boolean",
+    "finite_number": "must be a finite number",
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be one of {expected}",
+}
+
+
+def _friendly(details: ErrorDetails) -> InvalidRequest:
+    param = path_of(details["loc"])
+    kind = details["type"]
+    if kind == "missing":
+        return InvalidRequest(
+            f"You must provide the parameter {param}.", param=param, code="missing_required_parameter"
+        )
+    if kind == "pagemill":
+        return InvalidRequest(f"{param} {details['msg']}", param=param)
+    wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {}))
+    return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
+
+
+def path_of(location: tuple[int | str, ...]) -> str:
+    """("messages", 1, "content") -> "messages[1].content"."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path
