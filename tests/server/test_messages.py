@@ -251,6 +251,24 @@ async def test_tools_that_run_elsewhere_are_dropped_and_named() -> None:
     assert "tool_choice" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}),
+        ({"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}, {"command": "view", "path": "/"}),
+        ({"type": "memory_20250818", "name": "memory"}, {"command": "delete", "path": "/memories/a"}),
+    ],
+)
+async def test_tools_that_clients_run_are_told_with_their_input(tool: dict[str, Any], said: dict[str, Any]) -> None:
+    engine = thinker_saying(f"<tool_call>\n{json.dumps({'name': tool['name'], 'arguments': said})}\n</tool_call>")
+    async with client_of(engine) as client:
+        response = await client.post(PATH, json=BASE | {"tools": [tool], "tool_choice": {"type": "any"}})
+    assert "x-pagemill-ignored" not in response.headers
+    assert f'"name": "{tool["name"]}"' in prompt_of(engine)
+    (call,) = response.json()["content"]
+    assert (call["name"], call["input"]) == (tool["name"], said)
+
+
 SCHEMA = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
 
 
