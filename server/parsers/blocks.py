@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from server.parsers.json_text import pass_value, skip_space
-from server.parsers.script import Malformed, Marks, Reading, Script, Sink, new_call_id
+from server.parsers.script import Malformed, Reading, Script, Sink, any_mark, new_call_id
 
 
 class BlockCalls(Script):
@@ -17,8 +17,8 @@ class BlockCalls(Script):
     ) -> None:
         """open_marks: begin a block. other_marks: those at which a broken call ends, too."""
         super().__init__(new_id)
-        self._open = Marks(open_marks)
-        self._any = Marks((*other_marks, *self._open.texts))
+        self._open = any_mark(*open_marks)
+        self._any = any_mark(*other_marks, *self._open.texts)
         self.broken: Sink = self.out.content  # gets the rest of a call that breaks
 
     def calls(self, mark: str) -> Reading[None]:

@@ -23,7 +23,8 @@ class Kind:
     special tokens. shape: the row of its table, for grammars.
 
     written: the template has one of these sets of texts, all of it; known: the vocabulary has this token, which
-    counts where the template tells no format. always: text without calls needs the parser, too."""
+    counts where the template tells no format; unlike: the template of another format, which shares some marks, has
+    this. always: text without calls needs the parser, too."""
 
     name: str
     make: Callable[[Tools], OutputParser]
@@ -31,11 +32,19 @@ class Kind:
     shape: Shape = None
     written: tuple[tuple[str, ...], ...] = ()
     known: tuple[str, ...] = ()
+    unlike: str | None = None
     always: bool = False
 
 
-def _json(name: str, marks: JsonMarks, *written: tuple[str, ...], known: tuple[str, ...] = ()) -> Kind:
-    return Kind(name, lambda tools: JsonCalls(marks, tools), (*marks.open, *marks.close), marks, written, known)
+def _json(
+    name: str,
+    marks: JsonMarks,
+    *written: tuple[str, ...],
+    known: tuple[str, ...] = (),
+    unlike: str | None = None,
+) -> Kind:
+    texts = (*marks.open, *marks.close)
+    return Kind(name, lambda tools: JsonCalls(marks, tools), texts, marks, written, known, unlike)
 
 
 def _named(name: str, marks: NamedMarks, *written: tuple[str, ...]) -> Kind:
@@ -155,7 +164,13 @@ KINDS: tuple[Kind, ...] = (
     _json("nemotron", JsonMarks(("<TOOLCALL>",), ("</TOOLCALL>",)), ("<TOOLCALL>",)),
     _json("granite", JsonMarks(("<|tool_call|>",)), ("<|tool_call|>",), known=("<|tool_call|>",)),
     _json("tool_calls", JsonMarks(("<tool_calls>",), ("</tool_calls>",)), ("<tool_calls>",)),
-    _json("hermes", JsonMarks(("<tool_call>",), ("</tool_call>",)), ("<tool_call>",), known=("<tool_call>",)),
+    _json(
+        "hermes",
+        JsonMarks(("<tool_call>",), ("</tool_call>",)),
+        ("<tool_call>",),
+        known=("<tool_call>",),
+        unlike="<invoke",
+    ),
     _json(
         "llama3_json",
         JsonMarks(("<|python_tag|>",), bare=True),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from server.parsers.blocks import BlockCalls
 from server.parsers.json_text import escaped, expect, read_string, skip_space
 from server.parsers.schema import ALL, Tools, typed
-from server.parsers.script import MAX_DEPTH, MAX_NAME_CHARS, Malformed, Marks, Reading
+from server.parsers.script import MAX_DEPTH, MAX_NAME_CHARS, Malformed, Reading, any_mark
 
-_CALL = Marks(["call:"])
+_CALL = any_mark("call:")
 _NAME = re.compile(r"[^\n<>{]*")
 _KEY = re.compile(r"[^:<>{}\[\],\"]*")
 _SCALAR = re.compile(r"[^,}\]<\"]*")
@@ -33,8 +33,8 @@ class GemmaCalls(BlockCalls):
     def __init__(self, marks: GemmaMarks, tools: Tools) -> None:
         super().__init__([marks.open], [marks.close])
         self._tools = tools
-        self._close = Marks([marks.close])
-        self._quote = Marks([marks.quote])
+        self._close = any_mark(marks.close)
+        self._quote = any_mark(marks.quote)
 
     def calls(self, mark: str) -> Reading[None]:
         reader = self.reader

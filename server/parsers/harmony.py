@@ -10,7 +10,7 @@ import re
 
 from server.parsers.blocks import BlockCalls
 from server.parsers.json_text import skip_space
-from server.parsers.script import Malformed, Marks, Reading, Sink
+from server.parsers.script import Malformed, Reading, Sink, any_mark
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -23,8 +23,8 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 class HarmonyCalls(BlockCalls):
     def __init__(self) -> None:
         super().__init__([START, CHANNEL], ENDS)
-        self._message = Marks([MESSAGE])
-        self._ends = Marks([*ENDS, START])
+        self._message = any_mark(MESSAGE)
+        self._ends = any_mark(*ENDS, START)
 
     def calls(self, mark: str) -> Reading[None]:
         """One message, from its first mark to its end mark, and those that follow at once."""

@@ -12,12 +12,12 @@ from server.parsers.blocks import BlockCalls
 from server.parsers.json_calls import JsonCalls, JsonMarks
 from server.parsers.json_text import skip_space
 from server.parsers.schema import Tools
-from server.parsers.script import MAX_NAME_CHARS, Malformed, Marks, Reading, new_short_id
+from server.parsers.script import MAX_NAME_CHARS, Malformed, Reading, any_mark, new_short_id
 
 _NAME = re.compile(r"[^\n{\[<>|]*")
 _ID = re.compile(r"\w*")
-_FENCE = Marks(["```json"])
-_FENCE_END = Marks(["```"])
+_FENCE = any_mark("```json")
+_FENCE_END = any_mark("```")
 _NUMBERED = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 
 
@@ -47,7 +47,7 @@ class NamedCalls(BlockCalls):
     def __init__(self, marks: NamedMarks) -> None:
         super().__init__((marks.open, marks.call), (marks.end, marks.close))
         self._marks = marks
-        self._name_end = Marks([marks.name_end])
+        self._name_end = any_mark(marks.name_end)
 
     def calls(self, mark: str) -> Reading[None]:
         marks, reader = self._marks, self.reader
@@ -94,8 +94,8 @@ class MistralCalls(JsonCalls):
 
     def __init__(self, tools: Tools, new_id: Callable[[], str] = new_short_id) -> None:
         super().__init__(JsonMarks((self.OPEN,)), tools, new_id)
-        self._call_id = Marks([self.CALL_ID])
-        self._arguments_mark = Marks([self.ARGUMENTS])
+        self._call_id = any_mark(self.CALL_ID)
+        self._arguments_mark = any_mark(self.ARGUMENTS)
 
     def calls(self, mark: str) -> Reading[None]:
         reader = self.reader

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from server.parsers.blocks import BlockCalls
 from server.parsers.json_text import escaped, expect, skip_space
 from server.parsers.schema import ALL, Tools, typed
-from server.parsers.script import MAX_DEPTH, MAX_NAME_CHARS, Malformed, Marks, Reading, Sink
+from server.parsers.script import MAX_DEPTH, MAX_NAME_CHARS, Malformed, Reading, Sink, any_mark
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEY = re.compile(r"\w*")
 _SCALAR = re.compile(r"[^,)\]}:\s\"']*")
-_AFTER_STRING = Marks([",", ")", "]", "}", ":"])
+_AFTER_STRING = any_mark(",", ")", "]", "}", ":")
 _IN_STRING = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "b": "\b", "f": "\f", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -40,7 +40,7 @@ class PythonicCalls(BlockCalls):
         super().__init__([marks.open], [marks.close])
         self._bare = marks.bare
         self._tools = tools
-        self._close = Marks([marks.close])
+        self._close = any_mark(marks.close)
 
     def script(self) -> Reading[None]:
         mark = (yield from self.block("")) if self._bare else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.sampling_params import ReasoningMarks
 from server.parsers.base import OutputParser, Part
-from server.parsers.script import SPACE, Marks, Reading, Script
+from server.parsers.script import SPACE, Reading, Script, any_mark
 
 _LINE_BREAKS = re.compile(r"\n*")
 
@@ -60,8 +60,8 @@ class ReasoningParser(Script):
         self._inner = inner
         self._rest: list[Part] = []
         self._opened = marks.opened
-        self._start = Marks([marks.start.strip()])
-        self._end = Marks([marks.end.strip()])
+        self._start = any_mark(marks.start.strip())
+        self._end = any_mark(marks.end.strip())
         self._breaks: list[str] = []
         self._has_words = False
         self._is_through = False  # with the line breaks after the end mark, too
@@ -92,7 +92,7 @@ class ReasoningParser(Script):
             yield from reader.run(_LINE_BREAKS)
         self.is_reasoning = False
         self._is_through = True
-        yield from reader.until(Marks(()), self._feed_inner)
+        yield from reader.until(any_mark(), self._feed_inner)
 
     def _think(self, text: str) -> None:
         text = text if self._has_words else text.lstrip("\n")

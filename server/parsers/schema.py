@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from server.parsers.json_text import well_formed
+
 ALL = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _MAX_REFS = 16
@@ -93,18 +95,18 @@ def typed(text: str, types: frozenset[str]) -> str:
             kind = type_of(value)
             fits = kind in types or (kind == "integer" and "number" in types)
             if fits and kind != "string":
-                return json.dumps(value, ensure_ascii=False)
+                return well_formed(json.dumps(value, ensure_ascii=False))
             if kind == "number" and "integer" in types and float(value).is_integer():
                 return str(int(value))
         if "string" not in types and bare[0] == '"' and (value := _json(bare)) is not None:
-            return json.dumps(value, ensure_ascii=False)
+            return well_formed(json.dumps(value, ensure_ascii=False))
     return json.dumps(text, ensure_ascii=False)
 
 
 def _readings(text: str) -> Iterable[Any]:
     """The values that `text` may mean: as JSON, as a word such as True, as a Python literal."""
     try:
-        yield json.loads(text, parse_constant=_refuse)
+        yield json.loads(text, parse_constant=_refuse, parse_float=_finite)
         return
     except (ValueError, RecursionError):
         pass
@@ -121,7 +123,7 @@ def _readings(text: str) -> Iterable[Any]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
 
@@ -130,7 +132,8 @@ def _refuse(word: str) -> float:
     raise ValueError(word)
 
 
-def is_finite_number(text: str) -> bool:
-    """Whether JSON has this number."""
-    value = _json(text)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(digits)
+    return value

@@ -106,11 +106,12 @@ def _tools(template: str, tokenizer: Tokenizer, name: str | None) -> ToolFormat 
 
 
 def _recognise(template: str, tokenizer: Tokenizer) -> Kind | None:
-    for kind in KINDS:
+    kinds = [kind for kind in KINDS if kind.unlike is None or kind.unlike not in template]
+    for kind in kinds:
         if any(all(text in template for text in texts) for texts in kind.written):
             return kind
     if _mentions_tools(template):
-        for kind in KINDS:
+        for kind in kinds:
             if any(tokenizer.token_id(text) is not None for text in kind.known):
                 return kind
     return None

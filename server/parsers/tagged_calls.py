@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from server.parsers.blocks import BlockCalls
 from server.parsers.json_text import escaped, skip_space
 from server.parsers.schema import Tools, typed
-from server.parsers.script import MAX_NAME_CHARS, Malformed, Marks, Reading, Sink
+from server.parsers.script import MAX_NAME_CHARS, Malformed, Reading, Sink, any_mark
 
 _STRING = frozenset(("string",))
-_CDATA = Marks(["<![CDATA["])
+_CDATA = any_mark("<![CDATA[")
 _NAME = re.compile(r'[^\n<>{"]*')
 
 
@@ -58,15 +58,15 @@ class TaggedCalls(BlockCalls):
         super().__init__((tags.open, tags.call), (tags.close, tags.call_end))
         self._tags = tags
         self._tools = tools
-        self._call = Marks([tags.call])
-        self._name_end = Marks([tags.name_end])
-        self._next = Marks([tags.key, tags.call_end, tags.close, tags.open, tags.call])
-        self._after_value = Marks([tags.key, tags.call_end, tags.close])
-        self._key_end = Marks([tags.key_end, *tags.told])
-        self._value = Marks([tags.value])
-        self._value_end = Marks([tags.value_end])
-        self._wrapped_end = Marks(["]]>" + tags.value_end])
-        self._close = Marks([tags.close, tags.open, tags.call])
+        self._call = any_mark(tags.call)
+        self._name_end = any_mark(tags.name_end)
+        self._next = any_mark(tags.key, tags.call_end, tags.close, tags.open, tags.call)
+        self._after_value = any_mark(tags.key, tags.call_end, tags.close)
+        self._key_end = any_mark(tags.key_end, *tags.told)
+        self._value = any_mark(tags.value)
+        self._value_end = any_mark(tags.value_end)
+        self._wrapped_end = any_mark("]]>" + tags.value_end)
+        self._close = any_mark(tags.close, tags.open, tags.call)
 
     def calls(self, mark: str) -> Reading[None]:
         tags, reader = self._tags, self.reader

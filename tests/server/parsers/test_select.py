@@ -69,9 +69,10 @@ def test_the_vocabulary_counts_where_the_template_is_silent() -> None:
     )
 
 
-def test_tools_in_no_known_format_are_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("template", ["{{ tools }}@call", "{{ tools }}<tool_call><invoke name={{ n }}>"])
+def test_tools_in_no_known_format_are_told_at_start(template: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = choose("{{ tools }}@call", byte_tokenizer([]), tool_parser="auto", reasoning_parser="auto")
+        found = choose(template, byte_tokenizer([]), tool_parser="auto", reasoning_parser="auto")
     assert found.tools is None
     assert "--tool-call-parser" in caplog.text
 
