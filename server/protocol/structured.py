@@ -106,7 +106,11 @@ def _json(schema: Any, param: str) -> StructuredOutput:
             raise InvalidRequest(f"{param} is not valid JSON: {error.msg}.", param=param) from None
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, got {short(schema)}.", param=param)
-    return StructuredOutput("json", orjson.dumps(schema).decode(), param)
+    try:
+        source = orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError:  # it has read more levels than it writes
+        raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
+    return StructuredOutput("json", source, param)
 
 
 def _json_object(wanted: Any, param: str) -> StructuredOutput | None:

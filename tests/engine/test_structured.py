@@ -297,6 +297,7 @@ def refusal(harness: Harness, structured: StructuredOutput) -> InvalidParameter:
         ({"type": "string", "pattern": "["}, "regex"),
         ({"type": "string", "pattern": "\\"}, "backslash"),
         ({"type": "object", "patternProperties": {"*": {}}}, "quantifier"),
+        ({"$ref": "#"}, "nothing can match"),
         (False, "must be an object"),
     ],
 )

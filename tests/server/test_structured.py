@@ -27,6 +27,13 @@ def named(schema: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "param"),
     [
@@ -89,6 +96,7 @@ def test_equal_forms_are_one_whatever_field_they_came_from() -> None:
         ({"response_format": named(SCHEMA, strict="yes")}, "response_format.json_schema.strict"),
         ({"response_format": named(None)}, "response_format.json_schema.schema"),
         ({"response_format": named([1])}, "response_format.json_schema.schema"),
+        ({"response_format": named(nested(300))}, "response_format.json_schema.schema"),
         ({"response_format": named("{}")}, "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
