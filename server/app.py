@@ -32,7 +32,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 
 
 def create_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The ASGI app. `app.state` holds `settings`, `engine` and `metrics`; the engine may be in any phase."""
+    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics` and `routes`; the engine may be in any phase."""
     metrics = Metrics()
     metrics.watch(lambda: engine.phase)
     engine.add_listener(metrics.observe_delivery)
@@ -48,6 +48,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.settings = settings
     app.state.engine = engine
     app.state.metrics = metrics
+    app.state.routes = [route for router in ROUTERS for route in router.routes]
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)

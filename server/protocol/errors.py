@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from engine.outputs import NotServing, QueueFull, RequestFailed
@@ -115,7 +116,17 @@ def install(app: FastAPI) -> None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response(request.scope)
+    told = to_api_error(error)
+    if told.status == 405:
+        told.headers["Allow"] = ", ".join(_methods(request))
+    return told.response(request.scope)
+
+
+def _methods(request: Request) -> list[str]:
+    """What this URL takes. The framework tells those of the first route alone, where several have one path."""
+    routes: list[Route] = request.app.state.routes
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 async def _handle_escaped(request: Request, error: Exception) -> Response:

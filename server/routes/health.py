@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine.outputs import NotServing, Phase
 from server.engine_port import Engine
@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
     return _json({"status": status}, 200 if status == Phase.READY.value else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -26,13 +26,14 @@ async def tokenize(request: Request) -> Response:
     """{"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len", "token_strs"}, as /v1/completions would read
     the prompt, or /v1/chat/completions the messages; too long ones too."""
     front = front_of(request)
-    body = await read(request, TokenizeRequest, TokenizeRequest.check)
+    body = await read(request, TokenizeRequest)
     front.check_model(body.model)
+    body.check()
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
         tokens = await asyncio.to_thread(front.encoder.text, body.prompt, add_special_tokens=add_special)
     else:
-        conversation = await prepare(front, body.for_chat(), check_length=False)
+        conversation = await prepare(front, body.for_chat(), least_output=None)
         front.ignored.note(request, conversation.ignored)
         tokens = conversation.prompt
     return Response(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,11 +24,10 @@ MODEL = "demo"
 KEY = "sk-test"
 
 
-def _command() -> str | None:
-    if named := os.environ.get("PAGEMILL_TEST_COMMAND"):
-        return named
-    places = [Path(sys.executable).parent / "pagemill", ROOT / ".venv" / "bin" / "pagemill"]
-    return next((str(place) for place in places if place.exists()), None)
+def find_command(name: str) -> str | None:
+    """A command of the environment that has the server: this one, or the repository's."""
+    folders = [Path(sys.executable).parent, ROOT / ".venv" / "bin"]
+    return next((str(folder / name) for folder in folders if (folder / "pagemill").exists()), None)
 
 
 def _free_port() -> int:
@@ -36,26 +36,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """http://127.0.0.1:PORT of a server that is ready; its key is KEY, its model MODEL."""
-    if url := os.environ.get("PAGEMILL_TEST_URL"):
-        yield url
-        return
-    command = _command()
+@contextmanager
+def serve(log: Path, *flags: str) -> Iterator[str]:
+    """http://127.0.0.1:PORT of a server with these flags, ready; its key is KEY, its model MODEL."""
+    command = os.environ.get("PAGEMILL_TEST_COMMAND") or find_command("pagemill")
     if command is None:
         pytest.skip("no pagemill command: install the package or run `make setup`")
     port = _free_port()
-    log = tmp_path_factory.mktemp("server") / "log"
+    start = [command, "serve", "--port", str(port), "--api-key", KEY, "--served-model-name", MODEL, *flags]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                *(command, "serve", "--port", str(port), "--api-key", KEY, "--served-model-name", MODEL),
-                *("--kv-cache-memory", "128MiB", "--tool-call-parser", "hermes"),
-            ],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(start, stdout=out, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_ready(url, process, log)
@@ -63,6 +53,17 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server that most tests share."""
+    if url := os.environ.get("PAGEMILL_TEST_URL"):
+        yield url
+        return
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(log, "--kv-cache-memory", "128MiB", "--tool-call-parser", "hermes") as url:
+        yield url
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,13 +1,11 @@
 """A server whose model says what a script says: the real HTTP side, scheduler, block allocator and prefix cache over
 a runner without weights. For clients that only make sense with a model that calls tools well.
 
-The script plays an agent: it thinks, calls the client's shell tool three times, then answers.
 python -m tests.clients.scripted_server PORT [NAME=VALUE of a setting ...]
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,27 +18,10 @@ from engine.config import EngineConfig
 from engine.outputs import ModelInfo
 from engine.tokenizer import Tokenizer
 from server import lifecycle, logs, settings
+from tests.clients.script import script
 from tests.server.fake_engine import small_tokenizer
 
-NUM_CALLS = 3
-ANSWER = "All done, the number is 42."
-SHELLS = {"Bash": "command", "exec_command": "cmd", "bash": "command"}  # tool name -> the argument with the command
-
 TEMPLATE = (Path(__file__).parent / "agent_template.jinja").read_text(encoding="utf-8")
-
-
-def script(prompt: str) -> str:
-    """What the model says after this prompt."""
-    num_results = prompt.count("<tool_response>")
-    shell = next((name for name in SHELLS if f'"name": "{name}"' in prompt), None)
-    if shell is None:
-        return "A short title"
-    if num_results >= NUM_CALLS:
-        return f"<think>\nThat is enough.\n</think>\n\n{ANSWER}"
-    command = f"echo step-{num_results + 1}"
-    arguments = {SHELLS[shell]: command} | ({"description": "Print a step"} if shell != "exec_command" else {})
-    call = json.dumps({"name": shell, "arguments": arguments})
-    return f"<think>\nStep {num_results + 1}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
 
 
 @dataclass(slots=True)

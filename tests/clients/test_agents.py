@@ -11,15 +11,14 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.conftest import ROOT
-from tests.clients.scripted_server import ANSWER, NUM_CALLS
+from tests.clients.conftest import ROOT, find_command
+from tests.clients.script import ANSWER, NUM_CALLS
 from tests.server.process import ServerProcess, free_port
 
 AGENTS = os.environ.get("PAGEMILL_AGENTS")
@@ -30,8 +29,11 @@ pytestmark = pytest.mark.skipif(AGENTS is None, reason="PAGEMILL_AGENTS does not
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    python = find_command("python")
+    if python is None:
+        pytest.skip("no environment with the server: run `make setup`")
     port = free_port()
-    command = [sys.executable, "-m", "tests.clients.scripted_server", str(port), "served_model_name=demo"]
+    command = [python, "-m", "tests.clients.scripted_server", str(port), "served_model_name=demo"]
     process = ServerProcess(command, port, tmp_path / "server.log", {"PYTHONPATH": str(ROOT)})
     try:
         process.wait_for("ready")

@@ -58,7 +58,10 @@ async def test_malformed_bodies(path: str, body: bytes) -> None:
 async def test_unknown_routes_and_methods() -> None:
     async with client_of(engine_saying()) as client:
         assert error_of(await client.post("/v1/no-such-path", json={}), 404)["code"] == "not_found"
-        assert error_of(await client.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+        wrong_method = await client.get("/v1/completions")
+        shared_path = await client.post("/v1/responses/resp_0")
+        assert error_of(wrong_method, 405)["code"] == "method_not_allowed"
+        assert (wrong_method.headers["allow"], shared_path.headers["allow"]) == ("POST", "DELETE, GET")
 
 
 @pytest.mark.parametrize("path", PATHS)
