@@ -7,7 +7,6 @@ so that what the machine does to both cancels, and are given with their spread o
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 from loadtest.lengths import UsageError
-from loadtest.machine import CpuMark, describe_machine, load_average, resident_bytes
+from loadtest.machine import describe_machine, look_around, resident_bytes
 from loadtest.measure import Plan, measure
 from loadtest.prompts import prompt_source
 from loadtest.servers import Server, ServerSpec, server_spec
@@ -149,9 +148,7 @@ class Comparison:
         """Starts, warms, measures, ends. budget_s: for everything, starts included; it chooses the scale."""
         begun = perf_counter()
         try:
-            mark, load = CpuMark.now(), load_average()
-            await asyncio.sleep(1.0)
-            self.result["before"] = {"load": load, "cores_busy": CpuMark.now().cores_since(mark)}
+            self.result["before"] = await look_around()
             for server in self.servers:
                 await self._start(server)
             estimates: dict[tuple[str, str], float] = {}

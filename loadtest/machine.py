@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 from contextlib import suppress
@@ -12,6 +13,7 @@ from time import perf_counter
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 PROC = Path("/proc")
+LOOK_S = 1.0
 
 
 def process_tree(pid: int) -> list[int]:
@@ -100,6 +102,13 @@ class CpuMark:
 def load_average() -> float:
     """Of the last minute."""
     return os.getloadavg()[0]
+
+
+async def look_around() -> dict[str, float]:
+    """What the machine does before we do anything: the load of the last minute, the cores busy in the next second."""
+    load, mark = load_average(), CpuMark.now()
+    await asyncio.sleep(LOOK_S)
+    return {"load": load, "cores_busy": CpuMark.now().cores_since(mark)}
 
 
 def describe_machine() -> dict[str, object]:

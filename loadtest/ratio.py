@@ -9,7 +9,6 @@ padding and not what a row computes while it waits for the longest of its batch.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 from loadtest.lengths import Lengths, UsageError, lognormal_between
 from loadtest.load import LoadState, run_load
-from loadtest.machine import CpuMark, cpu_seconds, describe_machine, load_average
+from loadtest.machine import CpuMark, cpu_seconds, describe_machine, look_around
 from loadtest.measure import warm_up
 from loadtest.padded import Baseline, Batch, plan_batches, sample_batches
 from loadtest.progress import load_progress, progress_line
@@ -74,9 +73,7 @@ async def command(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     server = Server(ServerSpec("served", arguments.server_command, ready="/health"))
     log = Path(tempfile.mkdtemp(prefix="loadtest-ratio-")) / "server.log"
-    load_before, mark = load_average(), CpuMark.now()
-    await asyncio.sleep(1.0)
-    before = {"load": load_before, "cores_busy": CpuMark.now().cores_since(mark)}
+    before = await look_around()
     print(f"starting both; the server's log: {log}", file=sys.stderr)
     await server.start(variables, log)
     server.pause()
