@@ -121,10 +121,12 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
             raise InvalidRequest(f"You must provide the parameter {path}.", path, "missing_required_parameter")
         known[tool.name] = tool
     names, forced = _chosen(choice, known, dropped)
+    if parallel is None:  # who names one tool expects one call; small models would go on calling it
+        parallel = not (isinstance(choice, dict) and choice.get("type") != "allowed_tools")
     return ToolPlan(
         tools=[known[name].for_template() for name in names],
         forced=tuple(forced),
-        parallel=parallel is not False,
+        parallel=parallel,
         custom=frozenset(name for name in names if known[name].type == "custom"),
         ignored=tuple(dict.fromkeys(f"tools.{kind}" for kind in dropped)),
     )

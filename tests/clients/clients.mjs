@@ -40,7 +40,7 @@ async function errors() {
 }
 
 async function vercel() {
-  const provider = createOpenAICompatible({ name: "pagemill", baseURL, apiKey, supportsStructuredOutputs: true });
+  const provider = createOpenAICompatible({ name: "pagemill", baseURL, apiKey, includeUsage: true, supportsStructuredOutputs: true });
   const { text } = await generateText({ model: provider(model), prompt: "Say hello.", maxOutputTokens: 16, temperature: 0 });
   const stream = streamText({ model: provider(model), prompt: "Say hello.", maxOutputTokens: 16, temperature: 0 });
   let streamed = "";

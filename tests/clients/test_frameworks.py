@@ -21,7 +21,7 @@ class Person(BaseModel):
 
 def test_langchain(v1: str) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    chat = langchain.ChatOpenAI(model=MODEL, base_url=v1, api_key=KEY, max_tokens=64, temperature=0)
+    chat = langchain.ChatOpenAI(model=MODEL, base_url=v1, api_key=KEY, max_tokens=200, temperature=0)
     assert chat.invoke("Say hello.").content
     assert "".join(chunk.content for chunk in chat.stream("Say hello.")) == chat.invoke("Say hello.").content
     person = chat.with_structured_output(Person, method="json_schema").invoke("Invent a person.")

@@ -81,7 +81,7 @@ def test_chat_with_logprobs(client: Any) -> None:
 
 
 def test_chat_stream_helper(client: Any) -> None:
-    with client.chat.completions.stream(model=MODEL, messages=HELLO, max_completion_tokens=12) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, temperature=0) as stream:
         texts = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     assert "".join(texts) == final.choices[0].message.content

@@ -146,6 +146,19 @@ async def test_calls_of_a_plain_answer() -> None:
     assert engine.admitted[0].params.structured is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, 1),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "parallel_tool_calls": True}, 2),
+        ({"tool_choice": "required"}, 2),
+    ],
+)
+async def test_a_named_tool_is_called_once(fields: dict[str, Any], count: int) -> None:
+    told, _ = await answer(call_text() + call_text(), {"tools": [WEATHER], **fields})
+    assert len(told["choices"][0]["message"]["tool_calls"]) == count
+
+
 async def test_content_is_null_beside_calls_alone() -> None:
     told, _ = await answer(call_text(), {"tools": [WEATHER]})
     assert told["choices"][0]["message"]["content"] is None
