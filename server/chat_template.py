@@ -12,6 +12,7 @@ templates look for in the assistant's earlier words, are what the model itself w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -98,10 +99,20 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
 
     def render(self, given: TemplateInput) -> str:
-        """The text the template makes.
+        """The text the template makes. Templates that insist on roles in turn, or on a system message first or none,
+        get what they refuse in plainer words: see `plainer`.
 
         Raises ChatTemplateError for everything that goes wrong inside, and when it takes too long."""
         messages = given.messages if self._knows_developer else _without_developer(given.messages)
+        try:
+            return self._render(given, messages)
+        except ChatTemplateError as error:
+            for plain in plainer(messages):
+                with contextlib.suppress(ChatTemplateError):
+                    return self._render(given, plain)
+            raise error
+
+    def _render(self, given: TemplateInput, messages: Sequence[dict[str, Any]]) -> str:
         until = time.monotonic() + MAX_RENDER_S
         pieces: list[str] = []
         fixed = {"messages": messages, "tools": given.tools, "add_generation_prompt": given.add_generation_prompt}
@@ -191,6 +202,30 @@ def _without_developer(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str,
     if count < 2:
         return said
     return [said[0] | {"content": "\n\n".join(str(m["content"]) for m in said[:count])}, *said[count:]]
+
+
+def plainer(messages: Sequence[dict[str, Any]]) -> Iterable[Sequence[dict[str, Any]]]:
+    """The same words under fewer rules, for a template that refuses `messages`: system messages at the beginning as
+    one, later ones as the user's, neighbours of the user's as one; then also the first system message as the user's.
+    Agents send such conversations to every model."""
+    leading = next((k for k, m in enumerate(messages) if m.get("role") != "system"), len(messages))
+    later = [m | {"role": "user"} if m.get("role") == "system" else m for m in messages[leading:]]
+    merged = _merged([*messages[:leading], *later])
+    if merged != list(messages):
+        yield merged
+    if leading and len(messages) > leading:
+        yield _merged([m | {"role": "user"} if m.get("role") == "system" else m for m in messages])
+
+
+def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        role = message.get("role")
+        if found and role in ("system", "user") and found[-1].get("role") == role:
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append(message)
+    return found
 
 
 def _up_to(mark: str, rendered: str) -> str:

@@ -32,14 +32,16 @@ class Conversation:
     ignored: tuple[str, ...] = ()
 
 
-async def prepare(front: Front, body: ChatRequest, *, check_length: bool = True) -> Conversation:
-    """body: after `ChatRequest.check`. check_length: whether prompt and output must fit the context.
+async def prepare(front: Front, body: ChatRequest, *, least_output: int | None = 1) -> Conversation:
+    """body: after `ChatRequest.check`. least_output: tokens that must fit beside the prompt; None: its length is not
+    checked. A limit beyond what remains of the context is cut to it, not refused: a limit is an upper bound, and
+    agents ask for 32,000 tokens whatever the model.
 
     Raises InvalidRequest and InvalidParameter, with `param` as chat spells it."""
-    return await asyncio.to_thread(_prepare, front, body, check_length)
+    return await asyncio.to_thread(_prepare, front, body, least_output)
 
 
-def _prepare(front: Front, body: ChatRequest, check_length: bool) -> Conversation:
+def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conversation:
     front.check_logprobs(body.top_logprobs, "top_logprobs")
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
@@ -47,7 +49,9 @@ def _prepare(front: Front, body: ChatRequest, check_length: bool) -> Conversatio
     tools = plan(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     structured = structured_output(body)
     given = template_input(body, tools, tells_tools=front.reader.tells_tools)
-    encoded = front.encoder.conversation(given, (max_tokens or 1) if check_length else None)
+    encoded = front.encoder.conversation(given, least_output)
+    if least_output is not None and max_tokens is not None:
+        params = replace(params, max_tokens=min(max_tokens, front.info.max_model_len - len(encoded.token_ids)))
     continued = body.messages[-1].text if body.continue_final_message else None
     reading = front.reader.read(tools, structured, encoded.tail, continued)
     params = replace(

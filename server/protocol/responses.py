@@ -143,9 +143,8 @@ class ResponsesRequest(GenerationRequest):
                     param="metadata",
                 )
 
-    def to_chat(self, items: Sequence[Item], tools: Tools, room: int | None) -> ChatRequest:
-        """The chat request that says the same. items: the whole conversation, as `Reader` makes them. room: tokens
-        of output that must fit beside them.
+    def to_chat(self, items: Sequence[Item], tools: Tools) -> ChatRequest:
+        """The chat request that says the same. items: the whole conversation, as `Reader` makes them.
 
         Raises InvalidRequest."""
         choice, chosen = tools.choose(self.tool_choice)
@@ -158,7 +157,7 @@ class ResponsesRequest(GenerationRequest):
             raise InvalidRequest("input has nothing that the model could answer.", param="input")
         body = check_fields({
             "messages": messages,
-            "max_completion_tokens": room,
+            "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "response_format": self._format(),

@@ -48,7 +48,7 @@ async def count_tokens(request: Request) -> Response:
     front = front_of(request)
     _, chat = await _read(request, front)
     front.check_model(chat.model)
-    conversation = await prepare(front, chat, check_length=False)
+    conversation = await prepare(front, chat, least_output=None)
     front.ignored.note(request, conversation.ignored)
     return Response(orjson.dumps({"input_tokens": len(conversation.prompt)}), media_type="application/json")
 
@@ -69,7 +69,7 @@ async def _read(request: Request, front: Front) -> tuple[MessagesRequest, ChatRe
 async def _prepare(front: Front, chat: ChatRequest) -> Conversation:
     """Raises InvalidRequest that begins with "prompt is too long": clients look for it to shorten the conversation."""
     try:
-        conversation = await prepare(front, chat, check_length=False)
+        conversation = await prepare(front, chat, least_output=None)
     except InvalidRequest as error:
         if error.code != "context_length_exceeded":
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -105,20 +105,18 @@ def _gather(body: ResponsesRequest, store: ResponseStore, max_items: int) -> Giv
 
 
 async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversation:
-    """The conversation as prompt. More output than the context has room for is cut there, not refused: agents ask for
-    32,000 tokens whatever the model. With truncation "auto" as many of the oldest turns are left out as it takes.
+    """The conversation as prompt. With truncation "auto" as many of the oldest turns are left out as it takes to leave
+    room for the output, or a quarter of the context if more is asked for.
 
     Raises InvalidRequest and InvalidParameter in chat's words."""
-    limit, context, room = body.max_output_tokens, front.info.max_model_len, None
-    if limit is not None and body.truncation == "auto":
-        room = min(limit, context // 4)
+    room = 1
+    if body.max_output_tokens is not None and body.truncation == "auto":
+        room = min(body.max_output_tokens, front.info.max_model_len // 4)
 
     async def attempt(items: list[Item]) -> Conversation:
-        chat = await asyncio.to_thread(body.to_chat, items, given.tools, room)
+        chat = await asyncio.to_thread(body.to_chat, items, given.tools)
         chat.check()
-        made = await prepare(front, chat)
-        output = None if limit is None else min(limit, context - len(made.prompt))
-        return replace(made, params=replace(made.params, max_tokens=output))
+        return await prepare(front, chat, least_output=room)
 
     try:
         return await attempt(given.items)

@@ -242,6 +242,13 @@ async def test_too_long_a_conversation() -> None:
         assert "64" in told["message"]
 
 
+async def test_a_limit_beyond_the_context_is_cut_to_it() -> None:
+    async with client_of(engine_saying("w" * 500, max_model_len=64)) as client:
+        answer = (await client.post(PATH, json={"messages": [USER], "max_completion_tokens": 32_000})).json()
+    assert answer["usage"]["total_tokens"] == 64
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 async def test_without_a_chat_template() -> None:
     tokenizer = small_tokenizer(chat_template=None)
     async with client_of(FakeEngine(says("x", tokenizer), tokenizer=tokenizer)) as client:

@@ -187,3 +187,40 @@ def test_deep_nesting_is_refused() -> None:
         deep = [deep]
     with pytest.raises(ChatTemplateError, match="nested"):
         encode([{"role": "user", "content": "", "tool_calls": deep}])
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system must come first') }}{% endif %}"
+    "{% if not loop.first and loop.previtem.role == m.role %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + STRICT
+
+
+def talk(*words: str) -> TemplateInput:
+    """Roles by first letter: "s:hello"."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "d": "developer"}
+    return TemplateInput(
+        [{"role": roles[word[0]], "content": word[2:]} for word in words], add_generation_prompt=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "told"),
+    [
+        (STRICT, ("s:a", "u:b", "a:c"), "[system:a][user:b][assistant:c]"),
+        (STRICT, ("s:a", "s:b", "u:c"), "[system:a\n\nb][user:c]"),
+        (STRICT, ("d:a", "d:b", "u:c", "u:d"), "[system:a\n\nb][user:c\n\nd]"),
+        (STRICT, ("s:a", "u:b", "s:c", "a:d", "u:e"), "[system:a][user:b\n\nc][assistant:d][user:e]"),
+        (NO_SYSTEM, ("s:a", "u:b", "a:c"), "[user:a\n\nb][assistant:c]"),
+        (NO_SYSTEM, ("s:a", "s:b", "u:c", "u:d"), "[user:a\n\nb\n\nc\n\nd]"),
+    ],
+)
+def test_what_a_template_refuses_is_told_in_plainer_words(source: str, said: tuple[str, ...], told: str) -> None:
+    assert template(source).render(talk(*said)) == told
+
+
+def test_what_cannot_be_told_plainer_is_refused_with_the_first_reason() -> None:
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        template(STRICT).render(talk("u:a", "a:b", "a:c"))
