@@ -152,7 +152,7 @@ class GrammarRows:
         self._executor: LLExecutor | None = None
 
     def clear(self, row: int) -> None:
-        """Another sequence has the row from now on."""
+        """The row is free, or another sequence has it from now on."""
         self._rows[row] = None
 
     def mask(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.llm import LLM
 from engine.outputs import QueueFull
-from engine.sampling_params import InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput
+from engine.sampling_params import BeamSearch, InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput
 from tests.engine.harness import Generated, Harness
 from tests.engine.preempting import load_preempting
 from tests.tiny import tiny_folder
@@ -175,6 +176,14 @@ def test_logprobs_are_the_models_own_and_finite(harness: Harness) -> None:
     assert len(got.logprobs) == len(got.token_ids)
     assert plain.top_logprobs[0] == got.top_logprobs[0]
     assert got.top_logprobs[0].token_ids[0] == plain.token_ids[0]
+
+
+def test_processed_logprobs_tell_of_the_mask(harness: Harness) -> None:
+    """One token was allowed, so it was certain; nothing that is banned is reported."""
+    structured = StructuredOutput("choice", '["yes"]')
+    (got,) = run(harness, replace(HOT, structured=structured, logprobs=3, logprobs_mode="processed"))
+    assert got.logprobs == [0.0, 0.0, 0.0]
+    assert [top.token_ids for top in got.top_logprobs] == [(token_id,) for token_id in got.token_ids]
 
 
 def test_choices_of_one_prompt_keep_their_own_place(harness: Harness) -> None:
@@ -352,6 +361,29 @@ def test_a_hostile_grammar_is_refused_and_harms_nobody(harness: Harness, name: s
     refusal(harness, HOSTILE[name])
     (got,) = run(harness, replace(HOT, structured=StructuredOutput("choice", json.dumps([name]))))
     assert text_of(harness, got) == name
+
+
+def test_beam_search_has_no_form(harness: Harness) -> None:
+    structured = StructuredOutput("choice", '["yes"]', "guided_choice")
+    harness.loop.run_until_complete(harness.engine.compile(structured))
+    with pytest.raises(InvalidParameter, match="beam") as caught:
+        harness.run([PROMPT], SamplingParams(structured=structured, beam=BeamSearch(2)))
+    assert caught.value.param == "guided_choice"
+
+
+def test_in_process_and_with_a_stop_string(folder: Path) -> None:
+    """The stop string ends the text, not the form: what stands before it is as the grammar wants it."""
+    structured = StructuredOutput("regex", "[ab]{4}-[cd]{4}")
+    with LLM(str(folder), dtype="float32", max_model_len=64, memory_bytes=8 << 20) as llm:
+        ((whole, cut),) = llm.generate(
+            [PROMPT], replace(HOT, structured=structured, n=2, seed=1, max_tokens=40), use_tqdm=False
+        )
+        ((stopped,),) = llm.generate(
+            [PROMPT], replace(HOT, structured=structured, seed=1, stop=("-",), max_tokens=40), use_tqdm=False
+        )
+    assert re.fullmatch("[ab]{4}-[cd]{4}", whole.text)
+    assert re.fullmatch("[ab]{4}-[cd]{4}", cut.text)
+    assert (stopped.text, stopped.finish_reason) == (whole.text[:4], "stop")
 
 
 def test_a_grammar_must_be_compiled_before_it_is_used(harness: Harness) -> None:
