@@ -56,8 +56,8 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Apply the deltas, copy blocks, run the model, sample, append the sampled tokens to their rows."""
         self.table.apply(batch)
-        for row in batch.freed_rows:
-            self.sampler.grammars.clear(row)
+        for freed in batch.freed_rows:
+            self.sampler.grammars.clear(freed)
         for new in batch.new_rows:
             self.sampler.rows.set(new.row, new.params, new.seed_key, new.eos_token_ids)
             self.sampler.grammars.clear(new.row)
