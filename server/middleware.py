@@ -28,7 +28,7 @@ from engine.outputs import Phase
 from server.ignored import HEADER, header_value
 from server.logs import REQUEST_LOGGER, clean
 from server.metrics import Metrics
-from server.protocol.errors import ApiError
+from server.protocol.errors import ApiError, to_api_error
 from server.protocol.message_errors import speaks_messages
 
 logger = logging.getLogger(REQUEST_LOGGER)
@@ -101,11 +101,14 @@ class RequestContext:
         self.metrics.http_started()
         try:
             await self.app(scope, receive, exchange.send)
-        except Exception:
+        except Exception as error:
             logger.exception("a request failed", extra={"fields": {"id": request_id}})
             exchange.failed = True
-            if not exchange.complete:
-                raise  # uvicorn answers 500 or closes the connection
+            if exchange.status:
+                if not exchange.complete:
+                    raise  # half an answer is out: uvicorn closes the connection
+            else:  # let go further it would cost the connection, and with it the client's next request
+                await to_api_error(error).response(scope)(scope, receive, exchange.send)
         finally:
             self.metrics.http_ended()
             self._report(scope, exchange, time.monotonic() - arrival, facts)

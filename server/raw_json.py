@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from server.protocol.parsing import too_deep
+
 
 class RawJson(dict[str, Any]):
     """The object, to look into; text: how it was spelled."""
@@ -20,9 +22,9 @@ class RawJson(dict[str, Any]):
 
 
 def raw_object(text: str) -> RawJson | None:
-    """None for what is no JSON object."""
+    """None for what is no JSON object, or one that is nested too deeply to go on with."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    return RawJson(value, text.strip()) if isinstance(value, dict) else None
+    return RawJson(value, text.strip()) if isinstance(value, dict) and not too_deep(value) else None

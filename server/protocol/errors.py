@@ -112,7 +112,6 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestFailed, _handle_logged)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)
-    app.add_exception_handler(Exception, _handle_escaped)
 
 
 async def _handle(request: Request, error: Exception) -> Response:
@@ -127,17 +126,6 @@ def _methods(request: Request) -> list[str]:
     routes: list[Route] = request.app.state.routes
     matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in matching for method in route.methods or ()})
-
-
-async def _handle_escaped(request: Request, error: Exception) -> Response:
-    """What nobody expected is answered outside of all middleware, so the id must be put on here; the server's
-    outermost layer logs the traceback itself."""
-    response = to_api_error(error).response(request.scope)
-    request_id: str = request.scope.get("state", {}).get("request_id", "")
-    response.headers["x-request-id"] = request_id
-    if message_errors.speaks_messages(request.scope):
-        response.headers["request-id"] = request_id
-    return response
 
 
 async def _handle_logged(request: Request, error: Exception) -> Response:

@@ -16,6 +16,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from server.protocol.errors import InvalidRequest
 
+MAX_DEPTH = 128  # levels of JSON
+
 Wire = TypeVar("Wire", bound=BaseModel)
 
 
@@ -69,7 +71,23 @@ def parse(body: bytes, kind: type[Wire], limits: Limits = Limits()) -> Wire:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # few bodies have so many, and fewer so deep
+        for name, value in data.items():
+            if too_deep(value):
+                raise InvalidRequest(f"{name} is nested too deeply: at most {MAX_DEPTH} levels are read.", param=name)
     return check_fields(data, kind, limits)
+
+
+def too_deep(value: object) -> bool:
+    """Whether JSON has more than MAX_DEPTH levels inside each other: more than any schema or argument needs, and fewer
+    than what reads, prints or compiles it bears."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in children if isinstance(child, (list, dict))]
+    return bool(level)
 
 
 def check_fields(data: dict[str, Any], kind: type[Wire], limits: Limits = UNCOUNTED) -> Wire:
@@ -79,7 +97,7 @@ def check_fields(data: dict[str, Any], kind: type[Wire], limits: Limits = UNCOUN
         return kind.model_validate(data, context=limits)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)
-        raise _friendly(details[0]) from None
+        raise _friendly(details) from None
 
 
 def short(value: object) -> str:
@@ -109,7 +127,8 @@ _WANTED = {
 }
 
 
-def _friendly(details: ErrorDetails) -> InvalidRequest:
+def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
+    details = errors[0]
     param = path_of(details["loc"])
     kind = details["type"]
     if kind == "missing":
@@ -118,6 +137,13 @@ def _friendly(details: ErrorDetails) -> InvalidRequest:
         )
     if kind == "pagemill":
         return InvalidRequest(f"{param} {details['msg']}", param=param)
+    # a field of several types brings an error for each, under a name of the type's
+    place, given = details["loc"][:-1], details["input"]
+    members = [e["type"] for e in errors if e["loc"][:-1] == place and e["input"] is given and e["type"] in _WANTED]
+    if len(members) > 1:
+        nouns = " or ".join(_WANTED[each].removeprefix("must be ") for each in members)
+        param = path_of(place)
+        return InvalidRequest(f"{param} must be {nouns}, got {short(given)}.", param=param)
     wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {}))
     return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
 

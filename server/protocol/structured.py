@@ -15,7 +15,7 @@ import orjson
 from engine.sampling_params import StructuredOutput
 from server.protocol.common import MAX_CHOICES, GenerationRequest
 from server.protocol.errors import InvalidRequest
-from server.protocol.parsing import short
+from server.protocol.parsing import short, too_deep
 
 MAX_SCHEMA_NAME_CHARS = 64
 
@@ -106,11 +106,9 @@ def _json(schema: Any, param: str) -> StructuredOutput:
             raise InvalidRequest(f"{param} is not valid JSON: {error.msg}.", param=param) from None
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, got {short(schema)}.", param=param)
-    try:
-        source = orjson.dumps(schema).decode()
-    except orjson.JSONEncodeError:  # it has read more levels than it writes
-        raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
-    return StructuredOutput("json", source, param)
+    if too_deep(schema):  # one that came as a string
+        raise InvalidRequest(f"{param} is nested too deeply.", param=param)
+    return StructuredOutput("json", orjson.dumps(schema).decode(), param)
 
 
 def _json_object(wanted: Any, param: str) -> StructuredOutput | None:

@@ -123,8 +123,10 @@ async def test_a_crash_is_logged_once_and_counted(caplog: pytest.LogCaptureFixtu
         raise RuntimeError("inside")
 
     metrics = Metrics()
-    async with client_of(RequestContext(crash, metrics), raise_app_exceptions=False) as client:
-        await client.get("/")
+    async with client_of(RequestContext(crash, metrics)) as client:
+        told = await client.get("/")
+    assert (told.status_code, told.json()["error"]["type"]) == (500, "server_error")
+    assert told.headers["x-request-id"]
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["a request failed"]
     values = {
         (s.name, s.labels.get("code")): s.value

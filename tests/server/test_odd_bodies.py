@@ -60,6 +60,14 @@ ODD: list[Any] = [
     "y" * 5000, [], {}, [None], [[]], [{}], {"": None}, {"type": "function"}, {"type": "text"}, {"role": "user"},
     {"$ref": "#"}, [0] * 40,
 ]  # fmt: skip
+DEPTHS = (100, 129, 200, 300, 900)
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"type": "object", "properties": {"a": value}} if depth % 2 else [value]
+    return value
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -99,3 +107,33 @@ async def test_odd_values(path: str, data: st.DataObject) -> None:
         assert error["message"].rstrip().endswith((".", "?", ")")) or path == "/v1/messages"
         assert len(error["message"]) < 500
         assert ".py" not in error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+async def test_deep_values(path: str, data: st.DataObject) -> None:
+    """Also as JSON inside a string, where arguments are read that way."""
+    body = BODIES[path]
+    place = data.draw(st.sampled_from(sorted(places(body), key=repr)))
+    deep = nested(data.draw(st.sampled_from(DEPTHS)))
+    body = changed(body, place, json.dumps(deep) if data.draw(st.booleans()) else deep)
+    engine = FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER, max_model_len=1 << 16)
+    async with client_of(engine) as client:
+        response = await client.post(path, content=json.dumps(body).encode())
+    assert response.status_code in (200, 400), response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "wanted"),
+    [
+        ("/v1/chat/completions", "tool_choice", "a string or an object"),
+        ("/v1/responses", "input", "a string or an array"),
+        ("/v1/responses", "tool_choice", "a string or an object"),
+    ],
+)
+async def test_a_field_of_several_types_is_named_once(path: str, field: str, wanted: str) -> None:
+    async with client_of(FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER)) as client:
+        error = (await client.post(path, json=BODIES[path] | {field: True})).json()["error"]
+    assert error["param"] == field
+    assert error["message"] == f"{field} must be {wanted}, got true."
