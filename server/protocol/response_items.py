@@ -105,7 +105,9 @@ class Reader:
 def _string(item: Item, key: str, path: str, *, may_be_empty: bool = False) -> str:
     value = item.get(key)
     if value is None:
-        raise InvalidRequest(f"You must provide the parameter {path}.{key}.", f"{path}.{key}", "missing_parameter")
+        raise InvalidRequest(
+            f"You must provide the parameter {path}.{key}.", f"{path}.{key}", "missing_required_parameter"
+        )
     if not isinstance(value, str) or not (value or may_be_empty):
         wanted = "a string" if may_be_empty else "a string that is not empty"
         raise InvalidRequest(f"{path}.{key} must be {wanted}, got {short(value)}.", param=f"{path}.{key}")
@@ -195,7 +197,9 @@ def _call(item: Item, path: str, prefix: str, payload: Item) -> Item:
 def _read_output(item: Item, path: str) -> Item:
     output = item.get("output")
     if output is None:
-        raise InvalidRequest(f"You must provide the parameter {path}.output.", f"{path}.output", "missing_parameter")
+        raise InvalidRequest(
+            f"You must provide the parameter {path}.output.", f"{path}.output", "missing_required_parameter"
+        )
     return {
         "type": item["type"],
         "id": _id(item, "fco_" if item["type"] == "function_call_output" else "cto_"),

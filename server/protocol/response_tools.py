@@ -166,7 +166,9 @@ class Tools:
 def _name(tool: dict[str, Any], path: str) -> str:
     name = tool.get("name")
     if name is None:
-        raise InvalidRequest(f"You must provide the parameter {path}.name.", f"{path}.name", "missing_parameter")
+        raise InvalidRequest(
+            f"You must provide the parameter {path}.name.", f"{path}.name", "missing_required_parameter"
+        )
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{path}.name must be a string that is not empty.", param=f"{path}.name")
     return name

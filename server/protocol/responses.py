@@ -122,7 +122,9 @@ class ResponsesRequest(GenerationRequest):
                 raise InvalidRequest(told[0].upper() + told[1:], param=param)
         self.check_common()
         if self.input is None and self.previous_response_id is None:
-            raise InvalidRequest("You must provide the parameter input.", param="input", code="missing_parameter")
+            raise InvalidRequest(
+                "You must provide the parameter input.", param="input", code="missing_required_parameter"
+            )
         if self.input == [] and self.previous_response_id is None:
             raise InvalidRequest("input must not be empty.", param="input")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
