@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from tests.clients.conftest import KEY, MODEL
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=150)
 

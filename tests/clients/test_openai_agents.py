@@ -13,7 +13,7 @@ agents = pytest.importorskip("agents", reason="openai-agents is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=150)
 
