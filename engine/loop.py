@@ -100,6 +100,7 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         try:
             self._runner, self._scheduler = self._load()
+            self._hand_over(Changes())  # gauges know the pool before the first step
             self._on_ready()
             while not self._stopping:
                 self._receive()

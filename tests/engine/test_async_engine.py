@@ -200,6 +200,18 @@ async def test_a_step_that_hangs_is_noticed() -> None:
     await engine.stop()
 
 
+async def test_the_pool_is_known_before_the_first_step() -> None:
+    engine = AsyncEngine(EngineConfig(), parts)
+    told: list[Delivery] = []
+    engine.add_listener(told.append)
+    await engine.start()
+    await asyncio.sleep(0)
+    await engine.stop()
+    assert told[0].step is not None
+    assert told[0].step.cache.num_blocks > 0
+    assert told[0].step.num_scheduled_seqs == 0
+
+
 async def test_a_load_that_fails_says_why() -> None:
     def load(config: EngineConfig) -> Any:
         raise StartError("There is no model.")
