@@ -37,7 +37,7 @@ class ModelReader:
         """Raises StartError for a name that is unknown."""
         source = tokenizer.chat_templates.get("tool_use") or tokenizer.chat_template or ""
         names = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-        self.tells_tools = tool_parser == "auto" and "tools" not in source
+        self.tells_tools = tool_parser in ("auto", tool_prompt.FORMAT) and "tools" not in source
         if self.tells_tools:
             names["tool_parser"] = tool_prompt.FORMAT
         self._format: OutputFormat = choose(source, tokenizer, **names)

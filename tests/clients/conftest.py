@@ -62,7 +62,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
         return
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--kv-cache-memory", "128MiB", "--tool-call-parser", "hermes") as url:
+    with serve(log, "--kv-cache-memory", "128MiB") as url:
         yield url
 
 

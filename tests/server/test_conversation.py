@@ -308,6 +308,14 @@ async def test_a_template_without_tools_is_told_of_them_in_words() -> None:
     assert "<|im_start|>user\n<tool_response>\n12 C\n</tool_response>" in prompt
 
 
+async def test_a_named_format_is_told_as_well() -> None:
+    engine = engine_saying(call_text(), tokenizer=PLAIN_TOKENIZER)
+    async with client_of(engine, tool_call_parser="hermes") as client:
+        told = (await client.post(PATH, json={"messages": [USER], "tools": [WEATHER]})).json()
+    assert told["choices"][0]["finish_reason"] == "tool_calls"
+    assert "You can call functions." in prompt_of(engine)
+
+
 async def test_without_a_format_calls_are_words() -> None:
     async with client_of(engine_saying(call_text()), tool_call_parser="none") as client:
         body = {"messages": [USER], "tools": [WEATHER]}
