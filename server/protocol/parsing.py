@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from server.protocol.errors import InvalidRequest
 
 MAX_DEPTH = 128  # levels of JSON
+MAX_BRACKETS = 1 << 18  # opening ones, in texts too: each may be an object to make, and all of them hold up the loop
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
@@ -65,13 +66,16 @@ def parse(body: bytes, kind: type[Wire], limits: Limits = Limits()) -> Wire:
     and nesting beyond 1,024 levels, without recursion on the C stack."""
     if not body:
         raise InvalidRequest("The request has no body: it must be a JSON object, sent with its Content-Length.")
+    num_brackets = body.count(b"[") + body.count(b"{")
+    if num_brackets > MAX_BRACKETS:
+        raise InvalidRequest(f"The body has {num_brackets} opening brackets: at most {MAX_BRACKETS} are read.")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} (position {error.pos}).") from None
     if not isinstance(data, dict):
         raise InvalidRequest(f"The body must be a JSON object, got {_json_name(data)}.")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:  # few bodies have so many, and fewer so deep
+    if num_brackets > MAX_DEPTH:  # few bodies have so many, and fewer so deep
         for name, value in data.items():
             if too_deep(value):
                 raise InvalidRequest(f"{name} is nested too deeply: at most {MAX_DEPTH} levels are read.", param=name)

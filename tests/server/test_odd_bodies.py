@@ -137,3 +137,10 @@ async def test_a_field_of_several_types_is_named_once(path: str, field: str, wan
         error = (await client.post(path, json=BODIES[path] | {field: True})).json()["error"]
     assert error["param"] == field
     assert error["message"] == f"{field} must be {wanted}, got true."
+
+
+async def test_a_body_of_nothing_but_brackets_is_not_parsed() -> None:
+    async with client_of(FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER)) as client:
+        answer = await client.post("/v1/completions", content=b'{"x":[' + b"[]," * 300_000 + b'[]],"prompt":"a"}')
+    assert answer.status_code == 400
+    assert "brackets" in answer.json()["error"]["message"]
