@@ -173,7 +173,8 @@ class Exchange:
 
 class Auth:
     """401 unless the path is literally one of `open_paths` or the request brings a key: as bearer token, or in
-    x-api-key, where Anthropic's clients put it. No keys: everything passes.
+    x-api-key, where Anthropic's clients put it. No keys: everything passes. `state.key_digest` tells the routes which
+    key it was: the SHA-256, in hex.
 
     The comparison takes the same time for every wrong token, whichever key it resembles."""
 
@@ -188,13 +189,14 @@ class Auth:
             given = [token] if scheme.lower() == b"bearer" else []
             if (key := header(scope, b"x-api-key")) is not None:
                 given.append(key)
-            matches = [self._known(each) for each in given]  # all, so that time tells nothing
-            if not any(matches):
+            known = [each for each in given if self._known(each)]  # all, so that time tells nothing
+            if not known:
                 message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
                 challenge = {"WWW-Authenticate": "Bearer"}
                 error = ApiError(401, message, code="invalid_api_key", headers=challenge)
                 await answer(error, scope, Incoming(scope, receive), send)
                 return
+            scope.setdefault("state", {})["key_digest"] = hashlib.sha256(known[0]).hexdigest()
         await self.app(scope, receive, send)
 
     def _known(self, token: bytes) -> bool:

@@ -1,44 +1,60 @@
 """Responses that clients may ask for later, or continue from: in memory, bounded by count and by bytes; the one that
 was not used for the longest time goes first.
 
+Everything belongs to an owner, the digest of the API key that it was made with, and is there for no other. Items are
+found by ids that we made: nobody can guess those. An id that a client chose means something in its own conversation
+only, since two clients of one key may choose the same.
+
 What a response added to its conversation is kept once, however many later responses build on it: a conversation of
 a hundred turns costs its text, not a hundred times its text. Everything is kept as JSON, so that bytes are what they
-seem. Safe to use from several threads.
+seem, and what a request wants back is measured before it is read. Safe to use from several threads.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 Item = dict[str, Any]
 ENTRY_BYTES = 1024  # what an entry costs beside its text, roughly
-ITEM_BYTES = 256  # and what finding an item by its id costs
+TURN_BYTES = 8  # and that it builds on one more turn
+ITEM_BYTES = 512  # what an item costs beside its text: objects, and that it is found by its id
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """Items as they are kept: a JSON list, and their ids."""
+class KeptItem(NamedTuple):
+    """data: JSON. is_ours: whether we made the id."""
 
+    id: str
     data: bytes
-    ids: tuple[str, ...]
+    is_ours: bool
 
-    @classmethod
-    def of(cls, items: Sequence[Item]) -> Kept:
-        return cls(orjson.dumps(items), tuple(item["id"] for item in items))
-
-    def items(self) -> list[Item]:
-        items: list[Item] = orjson.loads(self.data)
-        return items
+    def read(self) -> Item:
+        item: Item = orjson.loads(self.data)
+        return item
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data) + len(self.ids) * ITEM_BYTES
+        return len(self.data) + ITEM_BYTES
+
+
+class Kept(tuple[KeptItem, ...]):
+    """Items as they are kept."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, items: Iterable[Item], chosen: Collection[str] = ()) -> Kept:
+        """chosen: the ids among theirs that are a client's own."""
+        return cls(KeptItem(item["id"], orjson.dumps(item), item["id"] not in chosen) for item in items)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.num_bytes for item in self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,17 +63,20 @@ class Turn:
 
     given: Kept
     said: Kept
+    num_bytes: int
 
-    def items(self) -> list[Item]:
-        return self.given.items() + self.said.items()
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return self.given.ids + self.said.ids
+    @classmethod
+    def of(cls, given: Kept, said: Kept) -> Turn:
+        return cls(given, said, given.num_bytes + said.num_bytes)
 
     @property
-    def num_bytes(self) -> int:
-        return self.given.num_bytes + self.said.num_bytes
+    def items(self) -> tuple[KeptItem, ...]:
+        return (*self.given, *self.said)
+
+    @property
+    def findable(self) -> Collection[str]:
+        """Ids, each once."""
+        return {item.id: None for item in self.items if item.is_ours}.keys()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,22 +84,22 @@ class StoredResponse:
     """body: the response as it was answered (JSON). turns: of its whole conversation, its own last."""
 
     id: str
+    owner: str
     body: bytes
     turns: tuple[Turn, ...]
 
     @property
     def num_bytes(self) -> int:
         """Without its turns."""
-        return len(self.body) + ENTRY_BYTES
+        return len(self.body) + ENTRY_BYTES + len(self.turns) * TURN_BYTES
 
-    def input_items(self) -> list[Item]:
+    def input_items(self) -> list[KeptItem]:
         """What the model was given: everything before this response, and its own input."""
-        return self.history(before_last=True) + self.turns[-1].given.items()
+        return [item for turn in self.turns[:-1] for item in turn.items] + list(self.turns[-1].given)
 
-    def history(self, *, before_last: bool = False) -> list[Item]:
-        """All items of the conversation; before_last: without this response's own turn."""
-        turns = self.turns[:-1] if before_last else self.turns
-        return [item for turn in turns for item in turn.items()]
+    def history(self) -> list[KeptItem]:
+        """All items of the conversation."""
+        return [item for turn in self.turns for item in turn.items]
 
 
 class ResponseStore:
@@ -91,7 +110,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
         self._num_uses: dict[Turn, int] = {}  # by how many kept responses
-        self._turns_of: dict[str, list[Turn]] = {}  # item id -> the kept turns that have it
+        self._turns_of: dict[tuple[str, str], list[Turn]] = {}  # owner, item id -> the kept turns that have it
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -102,13 +121,17 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def put(self, response: Item, given: Kept, previous: StoredResponse | None = None) -> bool:
-        """Keep a response. given: its own input items; previous: the response it continues.
+    def of(self, owner: str) -> Shelf:
+        """owner: a digest of the key; empty where there are no keys."""
+        return Shelf(self, owner)
+
+    def put(self, response: Item, owner: str, given: Kept, previous: StoredResponse | None = None) -> bool:
+        """Keep a response. given: its own input items; previous: the response it continues, of the same owner.
 
         False if it alone is larger than the store; then the others stay."""
-        own = Turn(given, Kept.of(response["output"]))
+        own = Turn.of(given, Kept.of(map(_without_logprobs, response["output"])))
         turns = (*(previous.turns if previous is not None else ()), own)
-        entry = StoredResponse(response["id"], orjson.dumps(response), turns)
+        entry = StoredResponse(response["id"], owner, orjson.dumps(response), turns)
         if self._max_responses < 1 or entry.num_bytes + sum(turn.num_bytes for turn in turns) > self._max_bytes:
             return False
         with self._lock:
@@ -118,25 +141,28 @@ class ResponseStore:
                 self._forget(next(iter(self._kept)))
         return True
 
-    def get(self, id: str) -> StoredResponse | None:
-        """The response, which now counts as used."""
+    def get(self, id: str, owner: str) -> StoredResponse | None:
+        """The response, which now counts as used; None also for another owner's."""
         with self._lock:
             entry = self._kept.get(id)
-            if entry is not None:
-                self._kept.move_to_end(id)
+            if entry is None or entry.owner != owner:
+                return None
+            self._kept.move_to_end(id)
             return entry
 
-    def delete(self, id: str) -> bool:
+    def delete(self, id: str, owner: str) -> bool:
         """Whether it was there."""
         with self._lock:
-            return self._forget(id)
+            entry = self._kept.get(id)
+            return entry is not None and entry.owner == owner and self._forget(id)
 
-    def find_items(self, ids: Collection[str]) -> dict[str, Item]:
-        """The items of these ids in the kept responses; one that is not there is left out."""
+    def find_items(self, ids: Collection[str], owner: str) -> dict[str, KeptItem]:
+        """The items of these ids, which we made, in the owner's kept responses; one that is not there is left out."""
         with self._lock:
-            turns = {self._turns_of[id][-1]: None for id in ids if id in self._turns_of}
-        items = [item for turn in turns for item in turn.items()]
-        return {item["id"]: item for item in items if item["id"] in ids}
+            turns = {turns[-1]: None for id in ids if (turns := self._turns_of.get((owner, id)))}
+        items = [item for turn in turns for item in turn.items]
+        wanted = set(ids)
+        return {item.id: item for item in items if item.is_ours and item.id in wanted}
 
     def _keep(self, entry: StoredResponse) -> None:
         self._kept[entry.id] = entry
@@ -146,8 +172,8 @@ class ResponseStore:
             self._num_uses[turn] = uses + 1
             if not uses:
                 self._num_bytes += turn.num_bytes
-                for id in turn.ids:
-                    self._turns_of.setdefault(id, []).append(turn)
+                for id in turn.findable:
+                    self._turns_of.setdefault((entry.owner, id), []).append(turn)
 
     def _forget(self, id: str) -> bool:
         entry = self._kept.pop(id, None)
@@ -157,13 +183,43 @@ class ResponseStore:
         for turn in entry.turns:
             self._num_uses[turn] -= 1
             if not self._num_uses[turn]:
-                self._drop(turn)
+                self._drop(turn, entry.owner)
         return True
 
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: Turn, owner: str) -> None:
         del self._num_uses[turn]
         self._num_bytes -= turn.num_bytes
-        for id in turn.ids:
-            self._turns_of[id].remove(turn)
-            if not self._turns_of[id]:
-                del self._turns_of[id]
+        for id in turn.findable:
+            turns = self._turns_of[owner, id]
+            turns.remove(turn)
+            if not turns:
+                del self._turns_of[owner, id]
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A store as one owner sees it."""
+
+    store: ResponseStore
+    owner: str
+
+    def put(self, response: Item, given: Kept, previous: StoredResponse | None = None) -> bool:
+        return self.store.put(response, self.owner, given, previous)
+
+    def get(self, id: str) -> StoredResponse | None:
+        return self.store.get(id, self.owner)
+
+    def delete(self, id: str) -> bool:
+        return self.store.delete(id, self.owner)
+
+    def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
+        return self.store.find_items(ids, self.owner)
+
+
+def _without_logprobs(item: Item) -> Item:
+    """An output item as a conversation needs it: the response's own body tells its logprobs, a hundred times the text
+    at worst."""
+    parts: Sequence[Item] = item.get("content") or ()
+    if not any(part.get("logprobs") for part in parts):
+        return item
+    return item | {"content": [part | {"logprobs": []} if "logprobs" in part else part for part in parts]}

@@ -52,21 +52,28 @@ def unseal(content: object) -> str:
         return ""
 
 
-def references(given: str | Sequence[object]) -> set[str]:
-    """The ids of stored items that the input refers to."""
+def references(given: str | Sequence[object]) -> list[str]:
+    """The ids of stored items that the input refers to, as often as it does."""
     items = [item for item in given if isinstance(item, dict)] if not isinstance(given, str) else []
-    names = [item.get("id") for item in items if item.get("type") in (None, "item_reference") and "role" not in item]
-    return {name for name in names if isinstance(name, str)}
+    names = [item.get("id") for item in items if _kind(item) == "item_reference"]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _kind(item: Item) -> object:
+    """Its type; what has none is a message, or else refers to an item."""
+    kind: object = item.get("type")
+    return kind if kind is not None else "message" if "role" in item else "item_reference"
 
 
 class Reader:
     """Checks one request's items. stored: by id, those that it refers to (`references`).
 
-    dropped: items we cannot use, as words for a header ("input.web_search_call")."""
+    dropped: items we cannot use, as words for a header ("input.web_search_call"). chosen: ids that the client gave."""
 
     def __init__(self, stored: Mapping[str, Item]) -> None:
         self._stored = stored
         self.dropped: list[str] = []
+        self.chosen: set[str] = set()
 
     def read(self, given: str | Sequence[object]) -> list[Item]:
         """Raises InvalidRequest, with `param` as "input[1].content[0]"; ApiError 404 for a reference to nothing."""
@@ -78,21 +85,22 @@ class Reader:
     def _item(self, item: object, path: str) -> Item | None:
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object, got {short(item)}.", param=path)
-        kind = item.get("type")
-        if kind is None:
-            kind = "message" if "role" in item else "item_reference"
+        kind = _kind(item)
         if not isinstance(kind, str):
             raise InvalidRequest(f"{path}.type must be a string, got {short(kind)}.", param=f"{path}.type")
         if kind in FOREIGN:
             self.dropped.append(f"input.{kind}")
             return None
-        read = _READERS.get(kind)
         if kind == "item_reference":
             return self._referenced(item, path)
-        if read is None:
+        reader = _READERS.get(kind)
+        if reader is None:
             told = f"{path} has the type {short(kind)}, which is not supported."
             raise InvalidRequest(told, param=f"{path}.type")
-        return read(item, path)
+        read = reader(item, path)
+        if read["id"] == item.get("id"):
+            self.chosen.add(read["id"])
+        return read
 
     def _referenced(self, item: Item, path: str) -> Item:
         name = _string(item, "id", path)

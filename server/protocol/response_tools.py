@@ -19,6 +19,7 @@ from server.protocol.errors import InvalidRequest
 from server.protocol.parsing import short
 
 MAX_TOOLS = 1024
+MAX_NAMESPACE_CHARS = 128
 NAMESPACE_SEPARATOR = "__"
 
 Choice = str | dict[str, Any] | None
@@ -49,6 +50,8 @@ class Tools:
         self.echoed: list[dict[str, Any]] = []
         self.dropped: list[str] = []
         self._origins: dict[str, Origin] = {}
+        self._num_given = 0  # those of namespaces too, and those that are dropped
+        self._count(len(tools))
         for index, tool in enumerate(tools):
             self._add(tool, f"tools[{index}]")
 
@@ -56,10 +59,14 @@ class Tools:
         """The tool that a call of `function` means; a name that nobody gave is a plain function's."""
         return self._origins.get(function) or Origin(function)
 
+    def _count(self, number: int) -> None:
+        """Before they are looked at."""
+        self._num_given += number
+        if self._num_given > MAX_TOOLS:
+            raise InvalidRequest(f"tools must have at most {MAX_TOOLS} tools in all.", param="tools")
+
     def _add(self, tool: dict[str, Any], path: str) -> None:
-        kind = tool.get("type")
-        if not isinstance(kind, str):
-            raise InvalidRequest(f"{path}.type must be a string, got {short(kind)}.", param=f"{path}.type")
+        kind = _kind(tool, path)
         if kind in ("function", "custom"):
             self._add_one(tool, path)
             self.echoed.append(_echo(tool))
@@ -71,15 +78,19 @@ class Tools:
 
     def _add_namespace(self, tool: dict[str, Any], path: str) -> None:
         namespace, inner = _name(tool, path), tool.get("tools")
+        if len(namespace) > MAX_NAMESPACE_CHARS:  # it is repeated for each of its tools
+            told = f"{path}.name must have at most {MAX_NAMESPACE_CHARS} characters, got {len(namespace)}."
+            raise InvalidRequest(told, param=f"{path}.name")
         if not isinstance(inner, list) or not all(isinstance(item, dict) for item in inner):
             raise InvalidRequest(f"{path}.tools must be an array of objects.", param=f"{path}.tools")
+        self._count(len(inner))
         about = tool.get("description")
         for index, item in enumerate(inner):
             at = f"{path}.tools[{index}]"
             if item.get("type") in ("function", "custom"):
                 self._add_one(item, at, namespace, about if isinstance(about, str) and index == 0 else None)
             else:
-                self.dropped.append(f"tools.{item.get('type')}")
+                self.dropped.append(f"tools.{_kind(item, at)}")
 
     def _add_one(
         self, tool: dict[str, Any], path: str, namespace: str | None = None, about: str | None = None
@@ -89,8 +100,6 @@ class Tools:
         flat = flat_name(name, namespace)
         if flat in self._origins:
             raise InvalidRequest(f"{path}.name is that of an earlier tool: {short(flat)}.", param=f"{path}.name")
-        if len(self._origins) >= MAX_TOOLS:
-            raise InvalidRequest(f"tools must have at most {MAX_TOOLS} tools in all.", param="tools")
         self._origins[flat] = Origin(name, namespace, custom)
         words = [text for text in (about, _text(tool, "description", path)) if text]
         chat: dict[str, Any] = {"name": flat}
@@ -161,6 +170,13 @@ class Tools:
             return InvalidRequest(f"{path}.type must be a string, got {short(kind)}.", param=f"{path}.type")
         told = f"{path} names a tool of type {short(kind)}, which this server cannot run."
         return InvalidRequest(told, param=path, code="unsupported_tool")
+
+
+def _kind(tool: dict[str, Any], path: str) -> str:
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{path}.type must be a string, got {short(kind)}.", param=f"{path}.type")
+    return kind
 
 
 def _name(tool: dict[str, Any], path: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -17,10 +19,10 @@ from server.openapi import takes
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.protocol.parsing import short
 from server.protocol.response_items import Item, Reader, cut, cuts, references
-from server.protocol.response_tools import Tools
+from server.protocol.response_tools import MAX_TOOLS, Tools
 from server.protocol.responses import ResponsesRequest, echo, in_our_words
-from server.protocol.responses_writer import ResponsesWriter
-from server.response_store import Kept, ResponseStore, StoredResponse
+from server.protocol.responses_writer import Keep, ResponsesWriter
+from server.response_store import Kept, KeptItem, ResponseStore, Shelf, StoredResponse
 
 router = APIRouter()
 
@@ -30,10 +32,12 @@ DEFAULT_PAGE = 20
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A request's conversation. items: all of it; own: what this request brought. dropped: what cannot be used."""
+    """A request's conversation. items: all of it; own: what this request brought; chosen: the ids of it that are the
+    client's own. dropped: what cannot be used."""
 
     items: list[Item]
-    own: Kept
+    own: list[Item]
+    chosen: set[str]
     previous: StoredResponse | None
     tools: Tools
     dropped: list[str]
@@ -45,8 +49,7 @@ async def create_response(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     model = front.check_model(body.model)
-    store = _store_of(request)
-    given = await asyncio.to_thread(_gather, body, store, front.limits.messages)
+    given = await asyncio.to_thread(_gather, body, _shelf_of(request), front)
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given)
@@ -61,7 +64,7 @@ async def create_response(request: Request) -> Response:
             tools=given.tools,
             logprobs=body.wants_logprobs,
             sealed=body.wants_sealed,
-            keep=partial(store.put, given=given.own, previous=given.previous) if body.stored else None,
+            keep=await asyncio.to_thread(_keeper, _shelf_of(request), given) if body.stored else None,
             new_parser=conversation.new_parser,
             reasoning=params.reasoning,
         )
@@ -76,7 +79,7 @@ async def count_input_tokens(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     front.check_model(body.model)
-    given = await asyncio.to_thread(_gather, body, _store_of(request), front.limits.messages)
+    given = await asyncio.to_thread(_gather, body, _shelf_of(request), front)
     try:
         conversation = await _fit(front, body, given)
     except (ApiError, InvalidParameter) as error:
@@ -84,24 +87,52 @@ async def count_input_tokens(request: Request) -> Response:
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
 
 
-def _gather(body: ResponsesRequest, store: ResponseStore, max_items: int) -> Given:
-    """Raises InvalidRequest, ApiError 404."""
+def _gather(body: ResponsesRequest, shelf: Shelf, front: Front) -> Given:
+    """What is stored counts before it is read: a small body cannot ask for more than a large one could bring.
+
+    Raises InvalidRequest, ApiError 404."""
     previous = None
     if body.previous_response_id is not None:
-        previous = store.get(body.previous_response_id)
+        previous = shelf.get(body.previous_response_id)
         if previous is None:
             told = f"Previous response with id {short(body.previous_response_id)} not found."
             raise InvalidRequest(told, param="previous_response_id", code="previous_response_not_found")
+    history = previous.history() if previous is not None else []
     wanted = body.input if body.input is not None else []
-    reader = Reader(store.find_items(references(wanted)))
+    names = references(wanted)
+    found = _named(history, names) | shelf.find_items(names)
+    stored = [*history, *(found[name] for name in names if name in found)]
+    _check_size(stored, front.settings.max_body_size, "previous_response_id" if not names else "input")
+    reader = Reader({name: item.read() for name, item in found.items()})
     own = reader.read(wanted)
-    items = [*(previous.history() if previous is not None else ()), *own]
-    if len(items) > max_items:
-        told = f"The conversation has {len(items)} items: at most {max_items} are allowed."
+    num_items = len(history) + len(own)
+    if num_items > front.limits.messages:
+        told = f"The conversation has {num_items} items: at most {front.limits.messages} are allowed."
         raise InvalidRequest(told, param="input")
-    more = [tool for item in items if item["type"] == "additional_tools" for tool in item["tools"]]
-    tools = Tools([*(body.tools or ()), *more])
-    return Given(items, Kept.of(own), previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
+    items = [*(item.read() for item in history), *own]
+    more = (tool for item in items if item["type"] == "additional_tools" for tool in item["tools"])
+    tools = Tools([*(body.tools or ()), *islice(more, MAX_TOOLS + 1)])
+    chosen = reader.chosen | {name for name, item in found.items() if not item.is_ours}
+    return Given(items, own, chosen, previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
+
+
+def _named(history: Sequence[KeptItem], names: Sequence[str]) -> dict[str, KeptItem]:
+    """Those of the conversation's own items that are named; here ids that the client chose are good, too."""
+    wanted = set(names)
+    return {item.id: item for item in history if item.id in wanted}
+
+
+def _check_size(stored: Sequence[KeptItem], limit: int, param: str) -> None:
+    """Raises InvalidRequest."""
+    size = sum(len(item.data) for item in stored)
+    if size > limit:
+        told = f"The conversation has {size} bytes of stored items: at most {limit} are allowed."
+        raise InvalidRequest(told, param=param, code="context_length_exceeded")
+
+
+def _keeper(shelf: Shelf, given: Given) -> Keep:
+    """What keeps the response to come. For a request that fits: its input becomes JSON here."""
+    return partial(shelf.put, given=Kept.of(given.own, given.chosen), previous=given.previous)
 
 
 async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversation:
@@ -150,7 +181,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a response. Those that continue it keep what they need of it."""
     _stored(request, response_id)
-    _store_of(request).delete(response_id)
+    _shelf_of(request).delete(response_id)
     return _json({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -165,11 +196,10 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(request: Request, response_id: str) -> Response:
     """The items that the response was made from, a page at a time; the latest first unless order is "asc"."""
-    items = await asyncio.to_thread(_stored(request, response_id).input_items)
-    return _json(_page(items, dict(request.query_params)))
+    return _json(_page(_stored(request, response_id).input_items(), dict(request.query_params)))
 
 
-def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
+def _page(items: list[KeptItem], query: dict[str, str]) -> dict[str, Any]:
     """query: limit (1 to 100), order, after (an item's id). Raises InvalidRequest."""
     limit, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
     if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= MAX_PAGE:
@@ -179,36 +209,36 @@ def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
     listed = items if order == "asc" else items[::-1]
     start = 0
     if after is not None:
-        found = [index for index, item in enumerate(listed) if item["id"] == after]
+        found = [index for index, item in enumerate(listed) if item.id == after]
         if not found:
             raise InvalidRequest(f"after names {short(after)}, which is not one of the items.", param="after")
-        start = found[0] + 1
+        start = found[-1] + 1  # the last of that id: who asks for page after page comes to an end
     page = listed[start : start + int(limit)]
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
+        "data": [orjson.Fragment(item.data) for item in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
         "has_more": start + int(limit) < len(listed),
     }
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:
     """Raises ApiError 404."""
-    found = _store_of(request).get(response_id)
+    found = _shelf_of(request).get(response_id)
     if found is None:
         raise ApiError(404, f"Response with id {short(response_id)} not found.", param="response_id", code="not_found")
     return found
 
 
-def _store_of(request: Request) -> ResponseStore:
-    """The application's store, made when it is first needed."""
+def _shelf_of(request: Request) -> Shelf:
+    """What the application's store, made when it is first needed, holds for the key that the request came with."""
     state = request.app.state
     store: ResponseStore | None = getattr(state, "response_store", None)
     if store is None:
         settings = state.settings
         store = state.response_store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
-    return store
+    return store.of(request.scope.get("state", {}).get("key_digest", ""))
 
 
 def _json(value: dict[str, Any]) -> Response:

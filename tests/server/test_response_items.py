@@ -120,6 +120,13 @@ def test_items_are_kept_as_the_sdk_lists_them() -> None:
     assert to_messages(kept) == messages(kept)
 
 
+def test_ids_of_the_clients_are_told_from_ours() -> None:
+    reader = Reader({})
+    items = reader.read([USER | {"id": "mine"}, USER, CALL | {"id": "x" * 500}, OUTPUT | {"id": "out"}, said("x")])
+    assert reader.chosen == {"mine", "out", "msg_1"}
+    assert len({item["id"] for item in items} - reader.chosen) == 2
+
+
 def test_what_cannot_be_used_is_named() -> None:
     reader = Reader({})
     items = reader.read([USER, {"type": "web_search_call", "id": "ws", "status": "completed"}, said("x")])
@@ -128,9 +135,10 @@ def test_what_cannot_be_used_is_named() -> None:
 
 
 def test_references() -> None:
-    given = [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}, USER, CALL | {"id": "fc"}]
-    assert references(given) == {"msg_1", "msg_2"}
-    assert references("msg_1") == set()
+    given = [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}, USER, CALL | {"id": "fc"}, {"id": "msg_2"}]
+    assert references(given) == ["msg_1", "msg_2", "msg_2"]
+    assert references([{"type": "item_reference", "role": "user", "id": "msg_1"}]) == ["msg_1"]  # as it is read
+    assert references("msg_1") == []
     kept = said("kept")
     assert Reader({"msg_1": kept}).read([given[0]]) == [kept]
     with pytest.raises(ApiError) as missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from server.response_store import ENTRY_BYTES, ITEM_BYTES, Kept, ResponseStore, StoredResponse
+from server.response_store import ENTRY_BYTES, ITEM_BYTES, Kept, ResponseStore, Shelf, StoredResponse
 
 
 def response(id: str, text: str = "x") -> dict[str, Any]:
@@ -16,7 +16,7 @@ def given(id: str, text: str = "y") -> Kept:
     return Kept.of([{"id": f"in_{id}", "text": text}])
 
 
-def chain(store: ResponseStore, length: int, text: str = "x") -> StoredResponse:
+def chain(store: Shelf, length: int, text: str = "x") -> StoredResponse:
     previous = None
     for k in range(length):
         assert store.put(response(f"r{k}", text), given(f"r{k}"), previous)
@@ -26,24 +26,25 @@ def chain(store: ResponseStore, length: int, text: str = "x") -> StoredResponse:
 
 
 def test_a_conversation_is_its_turns() -> None:
-    last = chain(ResponseStore(10, 1 << 20), 3)
-    assert [item["id"] for item in last.history()] == ["in_r0", "out_r0", "in_r1", "out_r1", "in_r2", "out_r2"]
-    assert [item["id"] for item in last.input_items()] == ["in_r0", "out_r0", "in_r1", "out_r1", "in_r2"]
+    last = chain(ResponseStore(10, 1 << 20).of("me"), 3)
+    assert [item.id for item in last.history()] == ["in_r0", "out_r0", "in_r1", "out_r1", "in_r2", "out_r2"]
+    assert [item.id for item in last.input_items()] == ["in_r0", "out_r0", "in_r1", "out_r1", "in_r2"]
 
 
 def test_the_least_recently_used_goes_first() -> None:
     store = ResponseStore(2, 1 << 20)
+    shelf = store.of("me")
     for id in ("a", "b"):
-        store.put(response(id), given(id))
-    assert store.get("a") is not None
-    store.put(response("c"), given("c"))
-    assert store.get("b") is None
-    assert store.get("a") is not None
+        shelf.put(response(id), given(id))
+    assert shelf.get("a") is not None
+    shelf.put(response("c"), given("c"))
+    assert shelf.get("b") is None
+    assert shelf.get("a") is not None
     assert len(store) == 2
 
 
 def test_a_chain_outlives_its_beginning() -> None:
-    store = ResponseStore(1, 1 << 20)
+    store = ResponseStore(1, 1 << 20).of("me")
     last = chain(store, 5)
     assert store.get("r3") is None
     assert len(last.history()) == 10
@@ -52,7 +53,7 @@ def test_a_chain_outlives_its_beginning() -> None:
 
 def test_shared_turns_are_counted_once() -> None:
     long = ResponseStore(1000, 1 << 24)
-    chain(long, 100, "t" * 1000)
+    chain(long.of("me"), 100, "t" * 1000)
     # each body holds its output once, each turn once more; nothing is counted per later response
     assert long.num_bytes < 100 * (2 * 1100 + ENTRY_BYTES + 3 * ITEM_BYTES)
 
@@ -60,24 +61,25 @@ def test_shared_turns_are_counted_once() -> None:
 def test_bytes_are_bounded_and_given_back() -> None:
     rng = random.Random(3)
     store = ResponseStore(50, 200_000)
+    shelf = store.of("me")
     ids: list[str] = []
     for k in range(600):
         id = f"r{k}"
-        previous = store.get(rng.choice(ids)) if ids and rng.random() < 0.6 else None
-        assert store.put(response(id, "x" * rng.randrange(8000)), given(id), previous) in (True, False)
+        previous = shelf.get(rng.choice(ids)) if ids and rng.random() < 0.6 else None
+        assert shelf.put(response(id, "x" * rng.randrange(8000)), given(id), previous) in (True, False)
         ids.append(id)
         if rng.random() < 0.2:
-            store.delete(rng.choice(ids))
+            shelf.delete(rng.choice(ids))
         assert store.num_bytes <= 200_000
         assert len(store) <= 50
     for id in ids:
-        store.delete(id)
+        shelf.delete(id)
     assert (store.num_bytes, len(store)) == (0, 0)
-    assert store.find_items([f"out_{id}" for id in ids]) == {}
+    assert shelf.find_items([f"out_{id}" for id in ids]) == {}
 
 
 def test_one_that_is_too_large_leaves_the_others() -> None:
-    store = ResponseStore(10, 10_000)
+    store = ResponseStore(10, 10_000).of("me")
     assert store.put(response("a"), given("a"))
     assert not store.put(response("b", "x" * 20_000), given("b"))
     assert store.get("a") is not None
@@ -85,14 +87,14 @@ def test_one_that_is_too_large_leaves_the_others() -> None:
 
 
 def test_a_store_of_nothing() -> None:
-    store = ResponseStore(0, 1 << 20)
+    store = ResponseStore(0, 1 << 20).of("me")
     assert not store.put(response("a"), given("a"))
     assert store.get("a") is None
     assert not store.delete("a")
 
 
 def test_delete() -> None:
-    store = ResponseStore(10, 1 << 20)
+    store = ResponseStore(10, 1 << 20).of("me")
     chain(store, 2)
     assert store.delete("r0")
     assert not store.delete("r0")
@@ -100,3 +102,47 @@ def test_delete() -> None:
     assert set(store.find_items(["out_r0"])) == {"out_r0"}  # the second response still needs it
     assert store.delete("r1")
     assert store.find_items(["out_r0"]) == {}
+
+
+def test_each_owner_has_a_store_of_its_own() -> None:
+    store = ResponseStore(10, 1 << 20)
+    mine, yours = store.of("me"), store.of("you")
+    chain(mine, 2)
+    assert yours.get("r0") is None
+    assert not yours.delete("r0")
+    assert yours.find_items(["in_r0", "out_r0", "out_r1"]) == {}
+    assert store.of("").find_items(["out_r0"]) == {}
+    assert mine.get("r0") is not None
+    assert set(mine.find_items(["in_r0", "out_r1"])) == {"in_r0", "out_r1"}
+    assert len(store) == 2  # the bounds are everybody's
+
+
+def test_ids_that_clients_chose_are_no_way_to_an_item() -> None:
+    shelf = ResponseStore(10, 1 << 20).of("me")
+    items = [{"id": "msg_1", "text": "theirs"}, {"id": "msg_2", "text": "ours"}]
+    assert shelf.put(response("r"), Kept.of(items, chosen={"msg_1"}))
+    assert list(shelf.find_items(["msg_1", "msg_2"])) == ["msg_2"]
+    kept = shelf.get("r")
+    assert kept is not None
+    assert [item.read()["text"] for item in kept.input_items()] == ["theirs", "ours"]
+
+
+def test_an_item_that_is_kept_twice_is_found_until_both_are_gone() -> None:
+    shelf = ResponseStore(10, 1 << 20).of("me")
+    twice = [{"id": "msg_1", "text": "x"}] * 3
+    assert shelf.put(response("a"), Kept.of(twice))
+    assert shelf.put(response("b"), Kept.of(twice))
+    assert shelf.delete("b")
+    assert set(shelf.find_items(["msg_1"])) == {"msg_1"}
+    assert shelf.delete("a")
+    assert shelf.find_items(["msg_1"]) == {}
+
+
+def test_a_conversation_has_no_logprobs() -> None:
+    shelf = ResponseStore(10, 1 << 20).of("me")
+    part = {"type": "output_text", "text": "x", "logprobs": [{"token": "x"}]}
+    assert shelf.put({"id": "r", "output": [{"id": "out", "content": [part]}]}, Kept())
+    kept = shelf.get("r")
+    assert kept is not None
+    assert kept.history()[0].read() == {"id": "out", "content": [part | {"logprobs": []}]}
+    assert b'"token":"x"' in kept.body

@@ -58,7 +58,7 @@ async def test_any_body(changes: list[tuple[tuple[Any, ...], Any]], gone: bool) 
         try:
             for key in path:
                 owner = owner[key]
-            owner[last] = junk
+            owner[last] = copy.deepcopy(junk)  # a later change may write into it
             if gone:
                 del owner[last]
         except (KeyError, IndexError, TypeError):
