@@ -6,7 +6,7 @@ import json
 import re
 
 from engine.sampling_params import StructuredOutput
-from server.parsers.grammar import json_term, literal
+from server.parsers.grammar import json_term, one_of
 
 
 def either(answer: StructuredOutput, calls: StructuredOutput) -> StructuredOutput | None:
@@ -15,7 +15,8 @@ def either(answer: StructuredOutput, calls: StructuredOutput) -> StructuredOutpu
     term = _term(answer)
     if term is None or not calls.source.startswith("start:"):
         return None
-    source = f"start: answer | calls\nanswer: {term}\ncalls:{calls.source.removeprefix('start:')}"
+    rule = f"answer: ANSWER\nANSWER: {term}" if answer.kind == "choice" else f"answer: {term}"
+    source = f"start: answer | calls\n{rule}\ncalls:{calls.source.removeprefix('start:')}"
     return StructuredOutput("lark", source, answer.param)
 
 
@@ -27,7 +28,7 @@ def _term(answer: StructuredOutput) -> str | None:
         case "json_object":
             return json_term({"type": "object"})
         case "choice":
-            return " | ".join(map(literal, json.loads(answer.source)))
+            return one_of(json.loads(answer.source))
         case "regex":
             return "/" + re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", answer.source, flags=re.DOTALL) + "/"
         case _:

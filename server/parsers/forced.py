@@ -16,7 +16,7 @@ from typing import Any
 from engine.sampling_params import InvalidParameter, StructuredOutput
 from engine.tokenizer import Tokenizer
 from server.parsers.base import OutputParser
-from server.parsers.forced_arguments import Arguments, ByArgument, arguments_rules
+from server.parsers.forced_arguments import Arguments, ByArgument, Definitions, arguments_rules
 from server.parsers.formats import Kind
 from server.parsers.gemma_calls import GemmaMarks
 from server.parsers.grammar import Spelling, json_term
@@ -144,21 +144,31 @@ def _grammar(layout: Layout, spelling: Spelling, tools: Tools, names: Sequence[s
         "BREAKS: /\\n{1,2}/",  # models begin with them after thinking
         "call: " + " | ".join(f"call_{i}" for i in range(len(names))),
     ]
+    copied = 0
     for i, name in enumerate(names):
         schema = arguments_schema(tools, name)
         rule = f"arguments_{i}"
         if layout.arguments is None:
             lines.append(f"{rule}: {json_term(schema)}")
         else:
+            definitions = Definitions(schema, copied)
             try:
-                lines += arguments_rules(rule, layout.arguments, schema, spelling)
+                lines += arguments_rules(rule, layout.arguments, schema, spelling, definitions)
             except ByArgument:
                 return None
-        head = layout.head.replace("%j", json.dumps(name, ensure_ascii=False)).replace("%n", name)
-        head, number, rest = head.partition("%i")
-        count = ("" if not number else '"0"' if is_single else "/[0-9]{1,3}/") + " " + spelling.term(rest)
-        lines.append(f"call_{i}: {spelling.term(head)} {count} {rule} {spelling.term(layout.tail)}")
+            copied = definitions.copied
+        before, number, after = layout.head.partition("%i")
+        head = f"{spelling.term(_named_in(before, name))} "
+        if number:
+            head += ('"0"' if is_single else "/[0-9]{1,3}/") + f" {spelling.term(_named_in(after, name))} "
+        lines.append(f"call_{i}: {head}{rule} {spelling.term(layout.tail)}")
     return "\n".join(lines)
+
+
+def _named_in(head: str, name: str) -> str:
+    """The name may itself look like a field."""
+    texts = {"%j": json.dumps(name, ensure_ascii=False), "%n": name}
+    return re.sub("%[jn]", lambda found: texts[found[0]], head)
 
 
 def arguments_schema(tools: Tools, name: str) -> dict[str, Any]:

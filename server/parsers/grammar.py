@@ -18,6 +18,11 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def one_of(texts: Iterable[str]) -> str:
+    """Any of `texts`, for a terminal: a name in capitals. As terms of a rule, many would be followed one by one."""
+    return " | ".join(map(literal, dict.fromkeys(texts)))
+
+
 def json_term(schema: Mapping[str, Any]) -> str:
     """A JSON value of `schema` as a term."""
     return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE})

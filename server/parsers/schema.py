@@ -16,7 +16,10 @@ from server.parsers.json_text import well_formed
 
 ALL = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
-_MAX_REFS = 16
+_MAX_STEPS = 16  # references and choices within choices that are followed
+_MAX_LOOKS = 256  # schemas that are looked at: choices of choices multiply
+_MAX_CHOICES = 64
+_MAX_REFERENCE_CHARS = 1024
 MAX_LITERAL_CHARS = 10_000  # Python's own parser is asked only about what it can read quickly
 
 
@@ -28,6 +31,7 @@ class Tools:
         self.schemas: dict[str, dict[str, Any]] = {
             function["name"]: function.get("parameters") or {} for function in functions if function.get("name")
         }
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     @property
     def names(self) -> Iterable[str]:
@@ -41,32 +45,52 @@ class Tools:
 
     def types(self, name: str, argument: str) -> frozenset[str]:
         """JSON types the argument may have; all of them where the schema does not say."""
+        known = self._types.get((name, argument))
+        if known is not None:
+            return known
         root = self.schemas.get(name)
         properties = root.get("properties") if isinstance(root, dict) else None
-        schema = properties.get(argument) if isinstance(properties, dict) else None
-        return _types(schema, root, _MAX_REFS) if isinstance(schema, dict) else ALL
+        if not isinstance(properties, dict) or argument not in properties:
+            return ALL
+        types = self._types[name, argument] = types_of(properties[argument], root)
+        return types
 
 
-def _types(schema: object, root: object, refs: int) -> frozenset[str]:
-    if not isinstance(schema, dict) or refs < 0:
+def types_of(schema: object, root: object) -> frozenset[str]:
+    """JSON types that a value of `schema`, a part of `root`, may have; all of them where that is not plain to see."""
+    return _Types(root).of(schema, _MAX_STEPS)
+
+
+class _Types:
+    """One look-up, which ends whatever the schema."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._looks = _MAX_LOOKS
+
+    def of(self, schema: object, steps: int) -> frozenset[str]:
+        self._looks -= 1
+        if not isinstance(schema, dict) or steps < 0 or self._looks < 0:
+            return ALL
+        named = schema.get("type")
+        if isinstance(named, (str, list)):
+            types = frozenset([named] if isinstance(named, str) else (t for t in named if isinstance(t, str))) & ALL
+            return types or ALL
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            return frozenset(map(type_of, schema.get("enum") or [schema.get("const")]))
+        if isinstance(reference := schema.get("$ref"), str):
+            return self.of(_resolve(reference, self._root), steps - 1)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(choices := schema.get(key), list) and choices:
+                found = [self.of(choice, steps - 4) for choice in choices[:_MAX_CHOICES]]
+                return frozenset.intersection(*found) or ALL if key == "allOf" else frozenset.union(*found)
         return ALL
-    named = schema.get("type")
-    if isinstance(named, (str, list)):
-        types = frozenset([named] if isinstance(named, str) else filter(lambda t: isinstance(t, str), named)) & ALL
-        return types or ALL
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(map(type_of, schema.get("enum") or [schema.get("const")]))
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_resolve(reference, root), root, refs - 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(choices := schema.get(key), list) and choices:
-            found = [_types(choice, root, refs - 4) for choice in choices[:64]]
-            return frozenset.intersection(*found) or ALL if key == "allOf" else frozenset.union(*found)
-    return ALL
 
 
 def _resolve(reference: str, root: object) -> object:
     """A local reference, "#/$defs/name"."""
+    if len(reference) > _MAX_REFERENCE_CHARS:
+        return None
     value = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         step = step.replace("~1", "/").replace("~0", "~")
