@@ -22,7 +22,7 @@ import orjson
 
 Item = dict[str, Any]
 ENTRY_BYTES = 1024  # what an entry costs beside its text, roughly
-TURN_BYTES = 8  # and that it builds on one more turn
+TURN_BYTES = 512  # and a turn
 ITEM_BYTES = 512  # what an item costs beside its text: objects, and that it is found by its id
 
 
@@ -50,7 +50,7 @@ class Kept(tuple[KeptItem, ...]):
     @classmethod
     def of(cls, items: Iterable[Item], chosen: Collection[str] = ()) -> Kept:
         """chosen: the ids among theirs that are a client's own."""
-        return cls(KeptItem(item["id"], orjson.dumps(item), item["id"] not in chosen) for item in items)
+        return cls(KeptItem(item["id"], _json(item), item["id"] not in chosen) for item in items)
 
     @property
     def num_bytes(self) -> int:
@@ -59,15 +59,20 @@ class Kept(tuple[KeptItem, ...]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What one response added: its input items, then its output items."""
+    """What one response added: its input items, then its output items. previous: the turn before it.
+
+    num_bytes: its own; conversation_bytes: with all that came before it."""
 
     given: Kept
     said: Kept
+    previous: Turn | None
     num_bytes: int
+    conversation_bytes: int
 
     @classmethod
-    def of(cls, given: Kept, said: Kept) -> Turn:
-        return cls(given, said, given.num_bytes + said.num_bytes)
+    def of(cls, given: Kept, said: Kept, previous: Turn | None) -> Turn:
+        num_bytes = TURN_BYTES + given.num_bytes + said.num_bytes
+        return cls(given, said, previous, num_bytes, num_bytes + (previous.conversation_bytes if previous else 0))
 
     @property
     def items(self) -> tuple[KeptItem, ...]:
@@ -78,28 +83,38 @@ class Turn:
         """Ids, each once."""
         return {item.id: None for item in self.items if item.is_ours}.keys()
 
+    def conversation(self) -> list[KeptItem]:
+        """All items up to the end of this turn."""
+        turns = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.previous
+        return [item for turn in reversed(turns) for item in turn.items]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """body: the response as it was answered (JSON). turns: of its whole conversation, its own last."""
+    """body: the response as it was answered (JSON). turn: the last of its conversation, its own."""
 
     id: str
     owner: str
     body: bytes
-    turns: tuple[Turn, ...]
+    turn: Turn
 
     @property
     def num_bytes(self) -> int:
         """Without its turns."""
-        return len(self.body) + ENTRY_BYTES + len(self.turns) * TURN_BYTES
+        return len(self.body) + ENTRY_BYTES
 
     def input_items(self) -> list[KeptItem]:
         """What the model was given: everything before this response, and its own input."""
-        return [item for turn in self.turns[:-1] for item in turn.items] + list(self.turns[-1].given)
+        before = self.turn.previous
+        return [*(before.conversation() if before is not None else ()), *self.turn.given]
 
     def history(self) -> list[KeptItem]:
         """All items of the conversation."""
-        return [item for turn in self.turns for item in turn.items]
+        return self.turn.conversation()
 
 
 class ResponseStore:
@@ -109,7 +124,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
-        self._num_uses: dict[Turn, int] = {}  # by how many kept responses
+        self._num_uses: dict[Turn, int] = {}  # by how many kept responses and later turns
         self._turns_of: dict[tuple[str, str], list[Turn]] = {}  # owner, item id -> the kept turns that have it
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -129,10 +144,10 @@ class ResponseStore:
         """Keep a response. given: its own input items; previous: the response it continues, of the same owner.
 
         False if it alone is larger than the store; then the others stay."""
-        own = Turn.of(given, Kept.of(map(_without_logprobs, response["output"])))
-        turns = (*(previous.turns if previous is not None else ()), own)
-        entry = StoredResponse(response["id"], owner, orjson.dumps(response), turns)
-        if self._max_responses < 1 or entry.num_bytes + sum(turn.num_bytes for turn in turns) > self._max_bytes:
+        said = Kept.of(map(_without_logprobs, response["output"]))
+        turn = Turn.of(given, said, previous.turn if previous is not None else None)
+        entry = StoredResponse(response["id"], owner, _json(response), turn)
+        if self._max_responses < 1 or entry.num_bytes + turn.conversation_bytes > self._max_bytes:
             return False
         with self._lock:
             self._forget(entry.id)
@@ -167,23 +182,29 @@ class ResponseStore:
     def _keep(self, entry: StoredResponse) -> None:
         self._kept[entry.id] = entry
         self._num_bytes += entry.num_bytes
-        for turn in entry.turns:
+        turn: Turn | None = entry.turn
+        while turn is not None:
             uses = self._num_uses.get(turn, 0)
             self._num_uses[turn] = uses + 1
-            if not uses:
-                self._num_bytes += turn.num_bytes
-                for id in turn.findable:
-                    self._turns_of.setdefault((entry.owner, id), []).append(turn)
+            if uses:
+                break
+            self._num_bytes += turn.num_bytes
+            for id in turn.findable:
+                self._turns_of.setdefault((entry.owner, id), []).append(turn)
+            turn = turn.previous
 
     def _forget(self, id: str) -> bool:
         entry = self._kept.pop(id, None)
         if entry is None:
             return False
         self._num_bytes -= entry.num_bytes
-        for turn in entry.turns:
+        turn: Turn | None = entry.turn
+        while turn is not None:
             self._num_uses[turn] -= 1
-            if not self._num_uses[turn]:
-                self._drop(turn, entry.owner)
+            if self._num_uses[turn]:
+                break
+            self._drop(turn, entry.owner)
+            turn = turn.previous
         return True
 
     def _drop(self, turn: Turn, owner: str) -> None:
@@ -214,6 +235,11 @@ class Shelf:
 
     def find_items(self, ids: Collection[str]) -> dict[str, KeptItem]:
         return self.store.find_items(ids, self.owner)
+
+
+def _json(value: Item) -> bytes:
+    """In no more memory than it needs: what orjson returns keeps the room it was written in, 4 KB for 30 bytes."""
+    return bytes(memoryview(orjson.dumps(value)))
 
 
 def _without_logprobs(item: Item) -> Item:

@@ -259,6 +259,8 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
             _grow(turn, item)
     messages = [message for message in messages if len(message) > 1]  # thinking that nobody can read is no message
     for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
         if message["role"] == "assistant" and "tool_calls" not in message:
             message.setdefault("content", "")
     return messages
@@ -274,7 +276,7 @@ def _begins_anew(kind: str, turn: dict[str, Any]) -> bool:
 def _grow(turn: dict[str, Any], item: Item) -> None:
     if item["type"] == "reasoning":
         if text := _joined(item.get("content") or item["summary"]):
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+            turn.setdefault("reasoning_content", []).append(text)  # joined when the turn is whole
         return
     if item["type"] == "message":
         turn["content"] = "".join(part["text"] for part in item["content"])

@@ -74,7 +74,7 @@ class ResponsesRequest(GenerationRequest):
         "service_tier",
     }  # fmt: skip
 
-    input: str | Annotated[list[Any], at_most("messages")] | None = None
+    input: Annotated[str | list[Any] | None, at_most("messages")] = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

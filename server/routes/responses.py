@@ -28,6 +28,11 @@ router = APIRouter()
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+PAGE_PARAMETERS = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "An item's id."},
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +73,24 @@ async def create_response(request: Request) -> Response:
             new_parser=conversation.new_parser,
             reasoning=params.reasoning,
         )
-        return await front.generate(request, body, [conversation.prompt], params, writer)
+        return await front.generate(
+            request, body, [conversation.prompt], params, writer, new_stop_gate=conversation.new_stop_gate
+        )
     except (ApiError, InvalidParameter) as error:
         raise in_our_words(to_api_error(error)) from None
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesRequest))
 async def count_input_tokens(request: Request) -> Response:
-    """{"input_tokens"} of a body that POST /v1/responses would take, without an answer."""
+    """{"input_tokens"} of a body as POST /v1/responses would take it, without an answer; also of one that is too
+    long, unless its oldest turns would be left out."""
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     front.check_model(body.model)
     given = await asyncio.to_thread(_gather, body, _shelf_of(request), front)
+    front.ignored.note(request, given.dropped)
     try:
-        conversation = await _fit(front, body, given)
+        conversation = await _fit(front, body, given, must_fit=body.truncation == "auto")
     except (ApiError, InvalidParameter) as error:
         raise in_our_words(to_api_error(error)) from None
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
@@ -135,7 +144,7 @@ def _keeper(shelf: Shelf, given: Given) -> Keep:
     return partial(shelf.put, given=Kept.of(given.own, given.chosen), previous=given.previous)
 
 
-async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversation:
+async def _fit(front: Front, body: ResponsesRequest, given: Given, *, must_fit: bool = True) -> Conversation:
     """The conversation as prompt. With truncation "auto" as many of the oldest turns are left out as it takes to leave
     room for the output, or a quarter of the context if more is asked for.
 
@@ -147,7 +156,7 @@ async def _fit(front: Front, body: ResponsesRequest, given: Given) -> Conversati
     async def attempt(items: list[Item]) -> Conversation:
         chat = await asyncio.to_thread(body.to_chat, items, given.tools)
         chat.check()
-        return await prepare(front, chat, least_output=room)
+        return await prepare(front, chat, least_output=room if must_fit else None)
 
     try:
         return await attempt(given.items)
@@ -193,7 +202,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     raise InvalidRequest("Only background responses can be cancelled.", param="response_id")
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", openapi_extra={"parameters": PAGE_PARAMETERS})
 async def list_input_items(request: Request, response_id: str) -> Response:
     """The items that the response was made from, a page at a time; the latest first unless order is "asc"."""
     return _json(_page(_stored(request, response_id).input_items(), dict(request.query_params)))

@@ -134,6 +134,13 @@ def test_what_cannot_be_used_is_named() -> None:
     assert reader.dropped == ["input.web_search_call"]
 
 
+def test_thoughts_of_one_turn_are_joined_as_those_of_one_item() -> None:
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in "abc"]
+    parts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text} for text in "abc"]}
+    assert messages([USER, *thoughts, said("x")]) == messages([USER, parts, said("x")])
+    assert messages([USER, parts, said("x")])[1]["reasoning_content"] == "a\nb\nc"
+
+
 def test_references() -> None:
     given = [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}, USER, CALL | {"id": "fc"}, {"id": "msg_2"}]
     assert references(given) == ["msg_1", "msg_2", "msg_2"]

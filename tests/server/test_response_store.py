@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from typing import Any
 
-from server.response_store import ENTRY_BYTES, ITEM_BYTES, Kept, ResponseStore, Shelf, StoredResponse
+from server.response_store import ENTRY_BYTES, ITEM_BYTES, TURN_BYTES, Kept, ResponseStore, Shelf, StoredResponse
 
 
 def response(id: str, text: str = "x") -> dict[str, Any]:
@@ -55,7 +56,7 @@ def test_shared_turns_are_counted_once() -> None:
     long = ResponseStore(1000, 1 << 24)
     chain(long.of("me"), 100, "t" * 1000)
     # each body holds its output once, each turn once more; nothing is counted per later response
-    assert long.num_bytes < 100 * (2 * 1100 + ENTRY_BYTES + 3 * ITEM_BYTES)
+    assert long.num_bytes < 100 * (2 * 1100 + ENTRY_BYTES + TURN_BYTES + 3 * ITEM_BYTES)
 
 
 def test_bytes_are_bounded_and_given_back() -> None:
@@ -146,3 +147,27 @@ def test_a_conversation_has_no_logprobs() -> None:
     assert kept is not None
     assert kept.history()[0].read() == {"id": "out", "content": [part | {"logprobs": []}]}
     assert b'"token":"x"' in kept.body
+
+
+def test_a_long_conversation_costs_what_it_says() -> None:
+    store = ResponseStore(3000, 1 << 26)
+    shelf = store.of("me")
+    previous = None
+    tracemalloc.start()
+    try:
+        for k in range(2000):
+            assert shelf.put(response(f"r{k}"), Kept(), previous)
+            previous = shelf.get(f"r{k}")
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < store.num_bytes  # with a list of its turns, each response would cost more than the one before
+    assert previous is not None
+    assert len(previous.history()) == 2000
+    for k in range(2000):
+        assert shelf.delete(f"r{k}")
+    assert store.num_bytes == 0
+    assert shelf.put(response("again"), Kept(), previous)  # what a request in flight still holds comes back whole
+    assert set(shelf.find_items(["out_r0", "out_again"])) == {"out_r0", "out_again"}
+    assert shelf.delete("again")
+    assert store.num_bytes == 0

@@ -372,3 +372,29 @@ async def test_input_tokens() -> None:
         answer = await post(client)
     assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
     assert len(engine.admitted) == 1
+
+
+async def test_input_tokens_of_what_is_too_long() -> None:
+    async with client_of(engine_saying(max_model_len=64)) as client:
+        body = {"input": [USER] * 12, "tools": [{"type": "web_search"}]}
+        assert error_of(await client.post(PATH, json=body))["code"] == "context_length_exceeded"
+        counted = await client.post(f"{PATH}/input_tokens", json=body)
+        assert counted.json()["input_tokens"] > 64
+        assert counted.headers["x-pagemill-ignored"] == "tools.web_search"
+        cut = await client.post(f"{PATH}/input_tokens", json=body | {"truncation": "auto"})
+        assert 0 < cut.json()["input_tokens"] <= 64  # of what the model would be given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([USER] * 5000, "input must have at most 4096 items, got 5000."),
+        (5, "input must be a string or an array, got 5."),
+        ({}, "input must be a string or an array, got an object."),
+    ],
+    ids=["too many", "number", "object"],
+)
+async def test_odd_inputs(given: Any, told: str) -> None:
+    async with client_of(engine_saying()) as client:
+        error = error_of(await client.post(PATH, json={"input": given}))
+        assert (error["message"], error["param"]) == (told, "input")
