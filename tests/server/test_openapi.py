@@ -47,6 +47,12 @@ async def test_every_route_is_described() -> None:
             assert ("requestBody" in operation) == (method == "POST" and not route.path.endswith("/cancel"))
 
 
+async def test_a_page_of_items_has_parameters() -> None:
+    paths = (await described())["paths"]
+    parameters = paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"]
+    assert [each["name"] for each in parameters] == ["response_id", "limit", "order", "after"]
+
+
 async def test_every_reference_leads_somewhere() -> None:
     document = await described()
     found = references(document)
