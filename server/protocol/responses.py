@@ -119,7 +119,7 @@ class ResponsesRequest(GenerationRequest):
         for param, told in REFUSED.items():
             value = getattr(self, param)
             if not (value is None or value is False or value == [] or (param == "n" and value == 1)):
-                raise InvalidRequest(told[0].upper() + told[1:], param=param)
+                raise InvalidRequest(told, param=param)
         self.check_common()
         if self.input is None and self.previous_response_id is None:
             raise InvalidRequest(

@@ -398,3 +398,11 @@ async def test_odd_inputs(given: Any, told: str) -> None:
     async with client_of(engine_saying()) as client:
         error = error_of(await client.post(PATH, json={"input": given}))
         assert (error["message"], error["param"]) == (told, "input")
+
+
+async def test_what_is_refused_is_called_as_the_client_spelled_it() -> None:
+    async with client_of(engine_saying()) as client:
+        for name in ("max_tokens", "n", "conversation"):
+            error = error_of(await client.post(PATH, json={"input": "x", name: 7}))
+            assert error["param"] == name
+            assert error["message"].startswith(name)
