@@ -54,7 +54,13 @@ def weights(logits: Float32s, temperature: float) -> tuple[Int64s, Float32s]:
     with np.errstate(over="ignore"):
         exponent = (logits - logits.max()) / _f(temperature)
     value = exponential(exponent)
-    return np.rint(np.ldexp(value.astype(np.float64), WEIGHT_BITS)).astype(np.int64), value
+    return quantised(value), value
+
+
+def quantised(value: Float32s) -> Int64s:
+    """The weight of e^d in [0, 1], rounded half to even; the product is exact, for 2^40 moves only the exponent."""
+    weight: Int64s = np.rint(value * _f(2**WEIGHT_BITS)).astype(np.int64)
+    return weight
 
 
 def candidates(logits: Float32s, draw: Draw) -> list[int]:
