@@ -91,6 +91,7 @@ class RowOutput:
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None  # this row failed (non-finite logits); others are fine
+    error_param: str | None = None  # the request's field that is to blame; None: the engine is
     ends: bool = False  # its grammar is complete: nothing can follow these tokens
     prompt_logprobs: PromptLogprobs | None = None  # one entry per scored position
     embedding: bytes | None = None  # float32, of a pooled prompt whose last token was computed

@@ -3,7 +3,10 @@ and nothing in a thread can be stopped; a process can.
 
 It is run as a script and knows nothing of the engine. Messages are frames on standard input and output: the length as
 four bytes, little endian, then JSON. The first frame describes the vocabulary, each further one is a grammar and is
-answered by {"error": text or null, "num_bytes": what it took}.
+answered by the fields of `grammar_trial.Trial`.
+
+A grammar that compiles may still meet llguidance's limits once a text is made, or a place where nothing can follow. So
+some texts are begun, of tokens drawn by lot among those allowed, as a model at a high temperature would.
 """
 
 from __future__ import annotations
@@ -11,12 +14,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import sys
+import time
 from typing import IO, Any
 
 NICENESS = 5  # tokens for those who wait for them come before grammars
+NUM_WALKS = 2  # texts that are begun
+WALK_TOKENS = 48  # of each
+WALK_SHARE = 0.25  # of the CPU time; then what was seen must do
 
 
 class Vocabulary:
@@ -53,7 +61,7 @@ def limits() -> Any:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=500,
+        max_items_in_row=500,  # an object has four per optional property; time per token grows with their square
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=100_000,
         step_max_items=10_000,
@@ -94,17 +102,52 @@ def _num_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _try(tokenizer: Any, grammar: str) -> dict[str, Any]:
+def _try(tokenizer: Any, vocabulary: Vocabulary, grammar: str, walk_s: float) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         before = _num_bytes()
     matcher = new_matcher(tokenizer, grammar)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    error = matcher.get_error() or None
     num_bytes = 0
     with contextlib.suppress(OSError):
         num_bytes = max(0, _num_bytes() - before)
-    return {"error": error, "num_bytes": num_bytes}
+    if error := matcher.get_error():
+        return {"complaint": error}
+    error = _walk(matcher, vocabulary, walk_s)
+    return {"complaint": error or None, "dead_end": error.startswith("NoExtension"), "num_bytes": num_bytes}
+
+
+def _walk(matcher: Any, vocabulary: Vocabulary, limit_s: float) -> str:
+    """Begin some texts. What went wrong, or ""."""
+    lots = random.Random(0)  # equal grammars meet equal fates
+    ends_s = time.process_time() + limit_s
+    for _ in range(NUM_WALKS):
+        text = matcher.deep_copy()
+        for _ in range(WALK_TOKENS):
+            if text.is_stopped() or time.process_time() > ends_s:
+                break
+            token_id = _draw(text.compute_bitmask(), vocabulary, lots)
+            if token_id is not None:
+                text.consume_token(token_id)
+            if text.is_error():
+                return str(text.get_error())
+            if token_id is None:
+                break
+    return ""
+
+
+def _draw(mask: bytes, vocabulary: Vocabulary, lots: random.Random) -> int | None:
+    """Some allowed token, None if only the end is. mask: bit i of byte j allows token 8 * j + i."""
+    allowed = bytearray(mask)
+    for token_id in vocabulary.eos_token_ids:
+        allowed[token_id // 8] &= ~(1 << token_id % 8)
+    start = lots.randrange(len(allowed))
+    for first, part in ((start, allowed[start:]), (0, allowed[:start])):
+        rest = part.lstrip(b"\0")
+        if rest:
+            byte = first + len(part) - len(rest)
+            return 8 * byte + lots.choice([bit for bit in range(8) if allowed[byte] >> bit & 1])
+    return None
 
 
 def main() -> None:
@@ -119,13 +162,15 @@ def main() -> None:
         return
     described = json.loads(frame)
     tokens = [bytes.fromhex(token) for token in described["tokens"]]
-    tokenizer = new_tokenizer(Vocabulary(tokens, described["special_token_ids"], described["eos_token_ids"]))
-    _try(tokenizer, json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]}))  # what is made once is not counted
+    vocabulary = Vocabulary(tokens, described["special_token_ids"], described["eos_token_ids"])
+    tokenizer = new_tokenizer(vocabulary)
+    simple = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
+    _try(tokenizer, vocabulary, simple, WALK_SHARE * cpu_s)  # what is made once is not counted
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     while (frame := read_frame(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the process ends, whatever it is doing
-        answer = _try(tokenizer, frame.decode())
+        answer = _try(tokenizer, vocabulary, frame.decode(), WALK_SHARE * cpu_s)
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(sink, json.dumps(answer).encode())
 

@@ -22,6 +22,12 @@ _OBJECT = {"type": "object"}
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r"\t\n\v\f\r "}
+_NOT_ASCII = {
+    r"\D": r"\x00-\x2F\x3A-\x{10FFFF}",
+    r"\W": r"\x00-\x2F\x3A-\x40\x5B-\x5E\x60\x7B-\x{10FFFF}",
+    r"\S": r"\x00-\x08\x0E-\x1F\x21-\x{10FFFF}",
+}
+_IN_CLASS = {**_ASCII, **_NOT_ASCII}
 _SPELLED = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # an escape, a class of characters (to its end or to the end of all), the head of a group, or a character
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\??|.", re.DOTALL)
@@ -38,8 +44,9 @@ def to_llguidance(structured: StructuredOutput) -> str:
             _check_pattern(structured.source)
             return _grammar(f"start: /{_slashed(structured.source)}/")
         case "choice":
-            choices = json.loads(structured.source)
-            return _grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+            choices = dict.fromkeys(json.loads(structured.source))
+            spelled = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+            return _grammar(f"start: CHOICE\nCHOICE: {spelled}")  # one lexeme, however many they are
         case "lark":
             return _grammar(structured.source)
 
@@ -116,7 +123,7 @@ def _slashed(pattern: str) -> str:
 
 def _slashed_piece(piece: str) -> str:
     if piece.startswith("["):
-        piece = _ESCAPE.sub(lambda found: _ASCII.get(found[0], found[0]), piece)
+        piece = _ESCAPE.sub(lambda found: _IN_CLASS.get(found[0], found[0]), piece)
     elif piece in _ASCII:
         piece = f"[{_ASCII[piece]}]"
     elif piece.lower() in _ASCII:

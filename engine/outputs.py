@@ -4,6 +4,7 @@ EngineError
 +-- QueueFull      the bounded inbox has no room: try again later (429)
 +-- NotServing     the engine is starting, draining or dead (503)
 +-- RequestFailed  this request failed inside the engine; others go on (500)
+    +-- RequestAtFault  ... of what it asked for, which could not be seen before (400)
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ class NotServing(EngineError):
 
 class RequestFailed(EngineError):
     pass
+
+
+class RequestAtFault(RequestFailed):
+    """`param` is the wire name of the field to blame."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Phase(Enum):
@@ -81,6 +90,7 @@ class SequenceOutput:
     logprobs: of the chosen tokens, one per token id.
     top_logprobs: one per token id where the request asked for alternatives, else None.
     finish_reason: set exactly once, on the last output of the sequence.
+    error: why, where finish_reason is "error"; error_param: the request's field that is to blame, None if none is.
     stop_token_id: the end-of-sequence or stop token that ended it; it is the last of token_ids and not text.
     num_cached_tokens: prompt tokens found in the prefix cache (of the request's first sequence).
     prompt_logprobs: where the request asked for them, those of further prompt tokens, in order; only one sequence of
@@ -97,6 +107,7 @@ class SequenceOutput:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_param: str | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     embedding: bytes | None = None
 

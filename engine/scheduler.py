@@ -25,6 +25,9 @@ from engine.sequence import Request, Sequence, SequenceStatus
 from engine.stats import StepStats
 from engine.step import Changes, Collected, Entry, StepPlan
 
+NO_ERROR = RowOutput()
+TOO_FEW_FOUND = RowOutput(error="The beam search found fewer outputs than were asked for.")
+
 
 class Scheduler:
     """max_model_len: tokens per sequence; the manager's pool must hold one such sequence, else ValueError."""
@@ -296,7 +299,7 @@ class Scheduler:
         elif row.error is not None:
             group = self._groups.of(sequence)
             for each in (sequence,) if group is None else tuple(group.open_choices):
-                self._end(each, "error", collected, row.error)
+                self._end(each, "error", collected, row)
         else:
             self.manager.commit(sequence)
             self._take_computed(sequence, entry, row, collected)
@@ -343,12 +346,12 @@ class Scheduler:
 
     # -- the end of a sequence, and of its stay
 
-    def _end(self, sequence: Sequence, reason: FinishReason, collected: Collected, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, collected: Collected, why: RowOutput = NO_ERROR) -> None:
         """End it without another token. Choices not yet forked share its error, or go on without it."""
-        collected.tell(sequence, finish_reason=reason, error=error)
+        collected.tell(sequence, finish_reason=reason, error=why.error, error_param=why.error_param)
         if reason == "error":
             for sibling in tuple(sequence.siblings):
-                self._end(sibling, reason, collected, error)
+                self._end(sibling, reason, collected, why)
         self._close(sequence, reason, collected)
 
     def _close(self, sequence: Sequence, reason: FinishReason, collected: Collected) -> None:
@@ -430,7 +433,7 @@ class Scheduler:
                 collected.tell_found(choice, found)
                 self._close(choice, found.reason, collected)
         for choice in tuple(group.open_choices):  # a model that bans nearly all tokens
-            self._end(choice, "error", collected, "The beam search found fewer outputs than were asked for.")
+            self._end(choice, "error", collected, TOO_FEW_FOUND)
 
     def _leave_group(self, group: BeamGroup, choice: Sequence) -> None:
         """A choice ends; with the last one the search does."""

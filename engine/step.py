@@ -40,6 +40,7 @@ class Collected:
         finish_reason: FinishReason | None = None,
         stop_token_id: int | None = None,
         error: str | None = None,
+        error_param: str | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         embedding: bytes | None = None,
     ) -> None:
@@ -55,6 +56,7 @@ class Collected:
             stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens or 0,
             error=error,
+            error_param=error_param,
             prompt_logprobs=() if prompt_logprobs is None else (prompt_logprobs,),
             embedding=embedding,
         )

@@ -11,13 +11,7 @@ grammars are compiled once. llguidance is imported with the first grammar, not b
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import re
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -29,8 +23,10 @@ from typing import Any
 
 from engine import grammar_probe
 from engine.config import StructuredConfig
+from engine.grammar_complaints import DEAD_END, going_on, sentence
 from engine.grammar_source import to_llguidance
-from engine.outputs import QueueFull
+from engine.grammar_trial import Probe
+from engine.outputs import NotServing, QueueFull
 from engine.sampling_params import InvalidParameter, StructuredOutput
 from engine.tokenizer import Tokenizer
 
@@ -40,24 +36,20 @@ NUM_WORKERS = 2
 MAX_QUEUED = 64  # compilations that wait or run
 MAX_CACHED = 1024  # grammars and refusals, whatever their size
 MIN_BYTES = 64 << 10  # what the smallest grammar is taken to occupy
-PROBE_MEMORY = 2 << 30  # address space of a trying process
-WALL_FACTOR = 10  # wall clock per CPU second: the process may have to wait for a core
-MAX_MESSAGE_CHARS = 300
-
-# where a grammar of ours names what it was given; in a client's own grammar the place is worth telling
-_IN_SCHEMA = re.compile(r"^at 1\(8\): (failed to compile JSON schema: |invalid regex .* \(in regex\): )?")
 
 
 @dataclass(slots=True)
 class Grammar:
     """One compiled grammar, or the reason why there is none.
 
-    matcher: pristine, only ever copied. num_users: streams that hold it."""
+    matcher: at the start of its text, only ever copied; copies share what the lexer has learned, its limits too.
+    num_users: streams that hold it. spent: those limits are reached; the next request has it compiled anew."""
 
     matcher: Any = None
     error: str = ""
     num_bytes: int = MIN_BYTES
     num_users: int = 0
+    spent: bool = False
 
 
 class GrammarStore:
@@ -76,6 +68,7 @@ class GrammarStore:
         self._pool: ThreadPoolExecutor | None = None
         self._workers = threading.local()
         self._probes: list[Probe] = []
+        self._closed = False
         self._lock = threading.Lock()
         self._vocabulary: grammar_probe.Vocabulary | None = None
         self._tokenizer: Any = None
@@ -87,7 +80,7 @@ class GrammarStore:
         """Make the grammar ready; True if it was. Raises InvalidParameter under the name of the field that it came
         from, QueueFull when too many are being compiled or held."""
         grammar = self._grammars.get(structured)
-        if ready := grammar is not None:
+        if ready := grammar is not None and not grammar.spent:
             self._grammars.move_to_end(structured)
         else:
             grammar = await self._compiled(structured)
@@ -120,6 +113,9 @@ class GrammarStore:
         if future.cancelled() or future.exception() is not None:
             return
         grammar = future.result()
+        if (spent := self._grammars.pop(structured, None)) is not None:
+            grammar.num_users = spent.num_users
+            self._num_bytes -= spent.num_bytes
         self._grammars[structured] = grammar
         self._num_bytes += grammar.num_bytes
         for key, old in list(self._grammars.items()):
@@ -132,7 +128,7 @@ class GrammarStore:
     def acquire(self, structured: StructuredOutput) -> None:
         """A stream will use the grammar: it stays until `release`. Raises QueueFull if it is not there (any more)."""
         grammar = self._grammars.get(structured)
-        if grammar is None or grammar.error:
+        if grammar is None or grammar.error or grammar.spent:
             raise QueueFull("The grammar of this request is not ready. Please try again.")
         grammar.num_users += 1
 
@@ -141,6 +137,7 @@ class GrammarStore:
 
     def close(self) -> None:
         """End the processes; what is being compiled is refused."""
+        self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for probe in self._probes:
@@ -153,17 +150,23 @@ class GrammarStore:
         try:
             source = to_llguidance(structured)
         except ValueError as error:
-            return Grammar(error=str(error))
-        complaint, num_bytes = self._probe().ask(source)
-        if complaint is not None:
-            return Grammar(error=_sentence(complaint))
-        if num_bytes > self.config.cache_bytes:
+            return Grammar(error=going_on(str(error)))
+        trial = self._probe().ask(source)
+        if self._closed:
+            raise NotServing("The server is shutting down.")
+        if trial.exceeded:
+            limit = f"{self.config.compile_timeout_s:g} seconds"
+            return Grammar(error=f"it takes more than {limit} or too much memory to compile.")
+        num_lines = structured.source.count("\n") + 1 if structured.kind == "lark" else 0
+        if trial.complaint is not None:
+            return Grammar(error=DEAD_END if trial.dead_end else sentence(trial.complaint, num_lines=num_lines))
+        if trial.num_bytes > self.config.cache_bytes:
             return Grammar(error="it takes too much memory.")
         matcher = grammar_probe.new_matcher(self._tokenizer, source)
         logger.debug("a grammar of %d characters took %.3f s", len(source), time.monotonic() - started)
         if matcher.is_error():
-            return Grammar(error=_sentence(matcher.get_error()))
-        return Grammar(matcher, num_bytes=max(MIN_BYTES, num_bytes, 8 * len(source)))
+            return Grammar(error=sentence(matcher.get_error(), num_lines=num_lines))
+        return Grammar(matcher, num_bytes=max(MIN_BYTES, trial.num_bytes, 8 * len(source)))
 
     def _probe(self) -> Probe:
         """This worker thread's own."""
@@ -224,70 +227,8 @@ class GrammarStore:
             raise LookupError("the grammar is gone")
         return grammar.matcher.deep_copy()
 
-
-class Probe:
-    """The process that tries grammars for one worker thread; started when needed, and again after it was killed."""
-
-    def __init__(self, vocabulary: grammar_probe.Vocabulary, cpu_s: float) -> None:
-        self._cpu_s = cpu_s
-        self._first_frame = json.dumps(
-            {
-                "tokens": [token.hex() for token in vocabulary.tokens],
-                "special_token_ids": vocabulary.special_token_ids,
-                "eos_token_ids": vocabulary.eos_token_ids,
-            }
-        ).encode()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, source: str) -> tuple[str | None, int]:
-        """(what is wrong with the grammar or None, bytes it takes)."""
-        too_much = f"it takes more than {self._cpu_s:g} seconds or too much memory to compile."
-        try:
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            grammar_probe.write_frame(process.stdin, source.encode())
-            ready, _, _ = select.select([process.stdout], [], [], WALL_FACTOR * self._cpu_s)
-            frame = grammar_probe.read_frame(process.stdout) if ready else None
-        except (OSError, ValueError):  # it has ended, or `close` has ended it
-            frame = None
-        if not frame:
-            self.kill()
-            return too_much, 0
-        answer = json.loads(frame)
-        return answer["error"], answer["num_bytes"]
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", grammar_probe.__file__, str(self._cpu_s), str(PROBE_MEMORY)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the server
-            )
-            assert self._process.stdin is not None
-            grammar_probe.write_frame(self._process.stdin, self._first_frame)
-        return self._process
-
-    def kill(self) -> None:
-        """End the process, if there is one. Safe from any thread."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-
-def _sentence(message: str) -> str:
-    """The compiler's complaint without its dumps of the source and of inner state."""
-    message = message.replace("<non-verbose/>", " ").partition("\n   1 | ")[0]
-    message = _IN_SCHEMA.sub("", message)
-    lines = (line.strip() for line in message.splitlines())
-    text = " ".join(line for line in lines if line and not set(line) <= {"^"}) or "it cannot be compiled."
-    if text.startswith("NoExtension"):
-        return "nothing can match it."
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
+    def spend(self, structured: StructuredOutput) -> None:
+        """A copy of its matcher met a limit; copies share it, so that the next text needs another matcher."""
+        grammar = self._grammars.get(structured)
+        if grammar is not None:
+            grammar.spent = True

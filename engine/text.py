@@ -6,9 +6,10 @@ engine's split into deliveries, the joined text, the tokens counted and the fini
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from engine.outputs import FinishReason, RequestFailed, SequenceOutput, TokenLogprobs
+from engine.outputs import FinishReason, RequestAtFault, RequestFailed, SequenceOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingGate
 from engine.tokenizer import Detokenizer, StopMatcher, StopStrings, Tokenizer
@@ -37,12 +38,22 @@ class Piece(NamedTuple):
     stop_string: str | None = None
 
 
+class StopGate(Protocol):
+    """Tells in which stretches of one choice's text, behind its thinking, stop strings count."""
+
+    def feed(self, text: str) -> Sequence[tuple[str, bool]]:
+        """(text, whether stop strings count in it): what is certain now, in order; the rest is held back."""
+
+    def finish(self) -> Sequence[tuple[str, bool]]:
+        """What was held back, once nothing follows."""
+
+
 class Assembler:
     """One choice. After `finish_reason` is set it accepts nothing more."""
 
     __slots__ = (
-        "_detokenizer", "_gate", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars", "_unsent",
-        "finish_reason", "logprob_sum", "num_tokens",
+        "_detokenizer", "_gate", "_include_stop", "_logprobs", "_matcher", "_min_tokens", "_num_chars", "_stop_gate",
+        "_stops", "_unsent", "finish_reason", "logprob_sum", "num_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -52,13 +63,16 @@ class Assembler:
         stops: StopStrings | None = None,
         *,
         num_chars_before: int = 0,
+        stop_gate: StopGate | None = None,
     ) -> None:
         """stops: params.stop compiled, where several choices share it. num_chars_before: of an echo that goes before
-        the text; offsets count them."""
+        the text; offsets count them. stop_gate: where stop strings do not count in all of the text."""
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
         )
-        self._matcher = StopMatcher(stops or params.stop) if params.stop else None
+        self._stops = stops or params.stop
+        self._matcher = StopMatcher(self._stops) if params.stop else None
+        self._stop_gate = stop_gate if params.stop else None
         self._gate = ThinkingGate(params.reasoning) if params.stop and params.reasoning else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -72,8 +86,10 @@ class Assembler:
     def feed(self, output: SequenceOutput) -> list[Piece]:
         """Pieces that may leave: one at most, or one per token where logprobs were asked for.
 
-        Raises RequestFailed if the engine gave the sequence up."""
+        Raises RequestFailed if the engine gave the sequence up, RequestAtFault if it is the request's own fault."""
         if output.finish_reason in ("error", "abort"):
+            if output.error_param is not None:
+                raise RequestAtFault(output.error_param, output.error or "The request cannot be served.")
             raise RequestFailed(output.error or "The request was aborted.")
         if self.finish_reason is not None:
             return []
@@ -131,9 +147,30 @@ class Assembler:
         """Through the gate of the thinking and the stop search; sets finish_reason on a hit."""
         self._num_chars += len(text)
         if self._gate is None:
-            return self._search(text)
+            return self._behind(text)
         thinking, text = self._gate.feed(text)
-        return thinking + self._search(text)
+        return thinking + self._behind(text)
+
+    def _behind(self, text: str) -> str:
+        return self._search(text) if self._stop_gate is None else self._sift(self._stop_gate.feed(text))
+
+    def _sift(self, stretches: Sequence[tuple[str, bool]]) -> str:
+        sent = ""
+        for text, counts in stretches:
+            sent += self._search(text) if counts else self._let_go()
+            if self.finish_reason is not None:
+                break
+            sent += "" if counts else text
+        return sent
+
+    def _let_go(self) -> str:
+        """What the search has held back, where no stop string can go on."""
+        assert self._matcher is not None
+        text = self._matcher.finish()
+        if self._matcher.matched is not None:
+            return text + self._hit()
+        self._matcher = StopMatcher(self._stops)
+        return text
 
     def _search(self, text: str) -> str:
         """Stop strings count only past min_tokens."""
@@ -146,7 +183,9 @@ class Assembler:
         """All that is held back, at the end of the tokens."""
         text = self._advance(self._detokenizer.finish())
         if self._gate is not None and self.finish_reason is None:
-            text += self._search(self._gate.finish())
+            text += self._behind(self._gate.finish())
+        if self._stop_gate is not None and self.finish_reason is None:
+            text += self._sift(self._stop_gate.finish())
         if self._matcher is not None and self.finish_reason is None:
             text += self._matcher.finish()
             if self._matcher.matched is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,12 +27,13 @@ from engine.text import Piece
 from server.assemble import Answer
 from server.metrics import Metrics
 from server.protocol.answers import AnswerWriter
-from server.protocol.errors import ApiError, to_api_error
+from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
 
 logger = logging.getLogger("pagemill.server")
 
-MANY_ENTRIES = 64  # logprobs of tokens; rendering more, each with 20 alternatives, would hold up the event loop
-CLIENT_CLOSED = 499  # what proxies log for a client that went away
+# Rendering more than this would hold up the event loop; less is not worth a thread.
+MANY_ENTRIES = 64  # logprobs of tokens, each with 20 alternatives
+MANY_TOKENS = 2048  # of a plain answer, whose text is parsed and whose thinking is counted
 
 ErrorView = Callable[[Exception], ApiError]
 
@@ -47,7 +48,7 @@ async def collect(
 ) -> Response:
     """The plain answer. Raises ApiError if the request failed; aborts it when the client leaves."""
     pieces: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
-    watch = asyncio.create_task(_disconnect(receive))
+    watch = asyncio.create_task(client_gone(receive))
     watch.add_done_callback(lambda _: answer.close())  # ends the loop below
     try:
         async for outputs in answer.stream:
@@ -65,21 +66,23 @@ async def collect(
         return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
     usage, pieces = answer.usage(), answer.kept(pieces)
     num_entries = sum(len(piece.entries) for parts in pieces for piece in parts)
-    if num_entries + answer.num_prompt_logprobs > MANY_ENTRIES:
+    if num_entries + answer.num_prompt_logprobs > MANY_ENTRIES or usage.num_completion_tokens > MANY_TOKENS:
         body = await asyncio.to_thread(writer.answer, pieces, usage)
     else:
         body = writer.answer(pieces, usage)
     return Response(body, media_type="application/json")
 
 
-async def _disconnect(receive: Receive) -> None:
+async def client_gone(receive: Receive) -> None:
     """Returns when the client has gone. The body was read before, so nothing else is awaited here."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _level(told: ApiError) -> int:
-    """A shutdown is no fault of ours."""
+    """A shutdown is no fault of ours, and a client's mistake no event at all."""
+    if told.status < 500:
+        return logging.INFO
     return logging.WARNING if told.status == 503 else logging.ERROR
 
 
@@ -108,6 +111,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._error_view = error_view
         self._last_write = 0.0  # monotonic seconds
+        self._begun: set[int] = set()  # choices whose prompt was told, where prompts have logprobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
@@ -127,7 +131,7 @@ class EventStream(Response):
 
     async def _pump(self) -> None:
         """From the engine's deliveries to the socket: one write per delivery."""
-        answer, event = self._answer, self._writer.event
+        answer = self._answer
         num_open = answer.num_choices
         events: list[bytes] = []
         try:
@@ -135,12 +139,12 @@ class EventStream(Response):
                 await self._write(first, more=True)
             async for outputs in answer.stream:
                 events = []
-                for index, piece in answer.take(outputs):
-                    if answer.num_prompt_logprobs > MANY_ENTRIES:  # the first event of a choice echoes them
-                        events.append(await asyncio.to_thread(event, index, piece))
-                    else:
-                        events.append(event(index, piece))
-                    num_open -= piece.finish_reason is not None
+                pieces = answer.take(outputs)
+                if self._num_entries(pieces) > MANY_ENTRIES:
+                    await asyncio.to_thread(self._render, pieces, events)
+                else:
+                    self._render(pieces, events)
+                num_open -= sum([piece.finish_reason is not None for _, piece in pieces])
                 if not num_open:
                     events.append(self._writer.last_events(answer.usage()))
                     break
@@ -149,6 +153,21 @@ class EventStream(Response):
         except Exception as error:  # the status line is out: a failure must become an event, whatever it is
             events = [self._writer.error_events(self._told(error))]
         await self._write(b"".join(events), more=False)
+
+    def _render(self, pieces: Sequence[tuple[int, Piece]], events: list[bytes]) -> None:
+        """Adds to `events`, which holds what was rendered even if a later piece fails."""
+        for index, piece in pieces:
+            events.append(self._writer.event(index, piece))
+
+    def _num_entries(self, pieces: Sequence[tuple[int, Piece]]) -> int:
+        """Logprobs that the events of these pieces tell; the first event of a choice may tell its prompt's."""
+        count = sum([len(piece.entries) for _, piece in pieces])
+        if self._answer.num_prompt_logprobs:
+            for index, _ in pieces:
+                if index not in self._begun:
+                    self._begun.add(index)
+                    count += self._answer.num_echoed(index)
+        return count
 
     async def _write(self, body: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -163,7 +182,7 @@ class EventStream(Response):
 
     async def _attend(self, receive: Receive, deadline: asyncio.Timeout) -> None:
         """Beside the pump: ends it when the client has gone, and breaks silence with comments."""
-        gone = asyncio.create_task(_disconnect(receive))
+        gone = asyncio.create_task(client_gone(receive))
         try:
             while not gone.done():
                 silent_s = time.monotonic() - self._last_write

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import RowOutput
+from engine.grammar_complaints import fault_of_the_grammar
 from engine.sampling.logits import RowContext
 from engine.sampling_params import ReasoningMarks, SamplingParams
 from engine.structured import GrammarStore
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagemill.engine")
 
-GRAMMAR_FAILED = "The grammar of this request failed while its text was made."
+GRAMMAR_FAILED = RowOutput(error="The grammar of this request failed while its text was made.")
 BITS = 32  # per word of a mask
+MAX_LOGGED = 300  # characters of a complaint
 MAX_GAP = 2  # tokens of line breaks between the thinking and the form
 
 
@@ -157,21 +160,37 @@ class GrammarRows:
 
     def mask(
         self, logits: Tensor, raw: dict[int, Tensor], rows: Sequence[int], contexts: Sequence[RowContext]
-    ) -> list[int]:
-        """Ban what the grammars do not let follow; indexes whose grammar failed.
+    ) -> dict[int, RowOutput]:
+        """Ban what the grammars do not let follow. By index, the end of each row whose grammar failed.
 
         logits: [len(rows), vocab] float32, changed in place. raw: by index the row's logits before any processor,
         which count where another ban leaves nothing that the grammar allows. rows, contexts: as for `Sampler`."""
         asking = [i for i, context in enumerate(contexts) if context.params.structured is not None]
         if not asking:
-            return []
+            return {}
         states = {i: state for i in asking if (state := self._caught_up(rows[i], contexts[i])) is not None}
         self._compute(states)
-        failed = [i for i in asking if i not in states or states[i].failed]
-        for i in asking:
-            if i not in failed:
-                self._apply(i, states[i], logits[i], raw[i], contexts[i])
+        failed = {i: GRAMMAR_FAILED for i in asking if i not in states}
+        for i, state in states.items():
+            if state.failed:
+                failed[i] = self._end_of(state, contexts[i].params)
+            else:
+                self._apply(i, state, logits[i], raw[i], contexts[i])
         return failed
+
+    def _end_of(self, state: GrammarRow, params: SamplingParams) -> RowOutput:
+        """Of a row whose matcher gave up: the client's grammar is at fault where it met a limit or a dead end."""
+        assert self._store is not None
+        assert params.structured is not None
+        complaint = str(state.matcher.get_error())
+        self._store.spend(params.structured)
+        told = fault_of_the_grammar(complaint)
+        if told is None:
+            logger.error("a grammar failed: %s", complaint[:MAX_LOGGED])
+            return GRAMMAR_FAILED
+        logger.debug("a grammar failed: %s", complaint[:MAX_LOGGED])
+        param = params.structured.param
+        return RowOutput(error=f"{param} failed while its text was made: {told}", error_param=param)
 
     def take(self, row: int, token_ids: Sequence[int]) -> bool:
         """The row's next tokens were drawn; True if they complete the text."""

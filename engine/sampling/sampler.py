@@ -18,7 +18,7 @@ from torch import Tensor
 from engine import ops
 from engine.batch import RowOutput
 from engine.beam import num_candidates
-from engine.sampling.grammar import GRAMMAR_FAILED, GrammarRows
+from engine.sampling.grammar import GrammarRows
 from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
 from engine.sampling.logprobs import alternatives, drawn_from
 from engine.sampling_params import SamplingParams
@@ -79,9 +79,8 @@ class Sampler:
             logits = logits[torch.from_numpy(source)]
         touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
         raw = logits[touched]  # a copy: logprobs are those of the raw logits, unless asked otherwise
-        failed = {i: NOT_PROCESSED for i in touched if not _process(logits[i], contexts[i])}
-        broken = self.grammars.mask(logits, dict(zip(touched, raw, strict=True)), rows, contexts)
-        failed |= dict.fromkeys(broken, GRAMMAR_FAILED)
+        failed = {i: RowOutput(error=NOT_PROCESSED) for i in touched if not _process(logits[i], contexts[i])}
+        failed |= self.grammars.mask(logits, dict(zip(touched, raw, strict=True)), rows, contexts)
         ids = self._draw(logits, rows, contexts)
         processed = [(i, drawn_from(logits[i], c.params)) for i, c in enumerate(contexts) if _tells_drawn(c.params)]
         logits[touched] = raw
@@ -96,8 +95,8 @@ class Sampler:
         for i, context in enumerate(contexts):
             if context.params.beam is not None and outputs[i].error is None:
                 outputs[i] = _candidates(logits[i], context)
-        for i, why in failed.items():
-            outputs[i] = RowOutput(error=why)
+        for i, end in failed.items():
+            outputs[i] = end
         for i, output in enumerate(outputs):
             if contexts[i].params.structured is not None and self.grammars.take(rows[i], output.token_ids):
                 outputs[i] = replace(output, ends=True)

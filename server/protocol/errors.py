@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from engine.outputs import NotServing, QueueFull, RequestFailed
+from engine.outputs import NotServing, QueueFull, RequestAtFault, RequestFailed
 from engine.sampling_params import InvalidParameter
 from server.protocol import message_errors
 
@@ -31,6 +31,7 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
 RATE_LIMITED = "rate_limit_exceeded"
+CLIENT_CLOSED = 499  # what proxies log for a client that went away
 
 
 class ApiError(Exception):
@@ -89,7 +90,7 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case InvalidParameter():
+        case InvalidParameter() | RequestAtFault():
             return InvalidRequest(str(error), param=error.param)
         case QueueFull():
             retry = {"Retry-After": str(error.retry_after_s)}
@@ -134,8 +135,7 @@ async def _handle_logged(request: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:
-    # Nobody reads this; 499 is what proxies log for a client that went away.
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
 
 
 def _from_http(error: HTTPException) -> ApiError:

@@ -22,6 +22,9 @@ from server.protocol.logprobs import chat_logprobs
 from server.protocol.response_items import new_id
 from server.protocol.response_output import Events, Output
 from server.protocol.response_tools import Tools
+from server.protocol.responses import in_our_words
+
+FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the codes of a response that OpenAI has for them
 
 Keep = Callable[[dict[str, Any]], object]
 
@@ -80,9 +83,10 @@ class ResponsesWriter(ConversationWriter):
 
     def error_events(self, error: ApiError) -> bytes:
         """An error event, in the words that OpenAI documents and in those that its SDK raises for; then the end."""
+        error = in_our_words(error)
         told = {"type": error.type, "code": error.code, "message": error.message, "param": error.param}
         event = self._events("error", code=error.code, message=error.message, param=error.param, error=told)
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = FAILURES.get(error.status, "server_error")
         failed = {"status": "failed", "error": {"code": code, "message": error.message}}
         response = self._response | failed | {"output": self._output.items}
         return event + self._events("response.failed", response=response)
@@ -106,7 +110,7 @@ class ResponsesWriter(ConversationWriter):
 
     def _end(self, finish_reason: str) -> bytes:
         self._cut = finish_reason == "length"
-        return self._output.end(cut=self._cut)
+        return self._output.end(cut=self._cut or self.is_cut(0))
 
     def _finished(self, usage: Usage) -> dict[str, Any]:
         response = self._response

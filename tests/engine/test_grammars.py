@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine.config import StructuredConfig
 from engine.grammar_source import to_llguidance
-from engine.outputs import QueueFull
+from engine.grammar_trial import Probe
+from engine.outputs import NotServing, QueueFull
 from engine.sampling.grammar import GrammarRow, Phase
 from engine.sampling_params import InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput
-from engine.structured import GrammarStore, Probe
+from engine.structured import GrammarStore
 from engine.tokenizer import Tokenizer
 from tests.engine.vocabularies import byte_level
 
@@ -108,7 +112,7 @@ async def test_a_row_rebuilt_from_its_tokens_is_the_same(store: GrammarStore) ->
 
 def take_a_megabyte_each(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Probe.ask
-    monkeypatch.setattr(Probe, "ask", lambda probe, source: (ask(probe, source)[0], 1 << 20))
+    monkeypatch.setattr(Probe, "ask", lambda probe, source: replace(ask(probe, source), num_bytes=1 << 20))
 
 
 async def test_grammars_in_use_stay_and_others_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +178,134 @@ async def test_too_many_at_once_are_told_to_come_again() -> None:
     assert len(refused) == 80 - 64
     assert all(outcome is False for outcome in outcomes if not isinstance(outcome, QueueFull))
     store.close()
+
+
+async def test_a_server_with_many_open_files_still_tries_grammars() -> None:
+    """Numbers beyond what `select` takes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if hard < 1200:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    store = store_of()
+    try:
+        assert await store.compile(YES) is False
+    finally:
+        store.close()
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_that_cannot_be_started_is_nobodys_fault_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = store_of()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(QueueFull, match="later"):
+            await store.compile(YES)
+    assert await store.compile(YES) is False
+    store.close()
+
+
+async def test_what_is_tried_while_the_store_closes_is_not_refused_as_bad() -> None:
+    store = store_of()
+    await store.compile(YES)
+    slow = asyncio.create_task(store.compile(StructuredOutput("json", '{"type": "integer", "multipleOf": 999983}')))
+    await asyncio.sleep(0.2)  # on its way to the process, or in it
+    store.close()
+    with pytest.raises((NotServing, asyncio.CancelledError)):
+        await slow
+
+
+async def test_a_spent_grammar_is_compiled_anew_while_others_hold_it(store: GrammarStore) -> None:
+    store.acquire(YES)
+    held = store._num_bytes
+    store.spend(YES)
+    with pytest.raises(QueueFull):
+        store.acquire(YES)
+    assert await store.compile(YES) is False
+    assert await store.compile(YES) is True
+    assert store._num_bytes == held
+    store.acquire(YES)
+    assert store._grammars[YES].num_users == 2
+    store.release(YES)
+    store.release(YES)
+    assert store._grammars[YES].num_users == 0
+
+
+async def told(store: GrammarStore, kind: Any, source: str) -> str:
+    with pytest.raises(InvalidParameter) as caught:
+        await store.compile(StructuredOutput(kind, source, "field"))
+    message = str(caught.value)
+    assert message.startswith("field is not usable: ")
+    assert message.endswith((".", "..."))
+    for scaffold in (
+        "\n",
+        " | ",
+        "%llguidance",
+        "no_forcing",
+        "x-guidance",
+        "whitespace_pattern",
+        "NoExtension",
+        "1(8)",
+    ):
+        assert scaffold not in message
+    return message.removeprefix("field is not usable: ")
+
+
+@pytest.mark.parametrize("pattern", [r"[^\s\S]", r"[^\w\W]x", r"a[^\d\D]b"])
+async def test_a_pattern_that_matches_nothing(store: GrammarStore, pattern: str) -> None:
+    assert "nothing can match" in await told(store, "regex", pattern)
+    assert "nothing can match" in await told(store, "json", json.dumps({"type": "string", "pattern": pattern}))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("start: start", "refers to itself without end"),
+        ("start: A\nA: /a/ & /b/", "nothing can match"),
+        ('start: "a" A\nA: /[^a-\\x{10FFFF}\\x00-a]/', "place where nothing can follow"),
+        ("start: b", 'line 1, column 8: unknown name: "b"'),
+        ("start: a\n" + "\n" * 60 + "a: b", "line 62, column 4: unknown name"),
+        ('start: "a', "line 1, column 10: it cannot be read"),
+        ("start: (", "')' is missing before the line ends"),
+        ("start: /(/", "regular expression in it cannot be read: unclosed group"),
+        ("start: | " + " | ".join(f'"a{i}"' for i in range(10_000)), "too complex"),
+        ("%import foo", "imports foo"),
+        ("start: <foo>", "unknown special token"),
+        ("start: @other", "no other grammar"),
+    ],
+)
+async def test_complaints_about_grammars_are_sentences(store: GrammarStore, grammar: str, words: str) -> None:
+    assert words in await told(store, "lark", grammar)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#"}, "refers to itself without end"),
+        ({"$ref": "#/$defs/a"}, "refers to #/$defs/a, which does not exist"),
+        ({"$ref": "http://a.b/c"}, "nothing is fetched"),
+        ({"not": {}, "if": {}}, "which cannot be held to"),
+        ({"enum": []}, "empty list of alternatives"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "a\\bb"}, "word boundary"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "nothing can match it: minItems"),
+        ({"type": "string", "pattern": "^((a{1,99}){1,99}){1,99}$"}, "too complex"),
+        ({"type": "integer", "multipleOf": 0}, "greater than 0"),
+        ({"type": "strange"}, "invalid type: strange"),
+        ({"minLength": -1, "type": "string"}, "expected positive integer for 'minLength'"),
+    ],
+)
+async def test_complaints_about_schemas_are_sentences(store: GrammarStore, schema: Any, words: str) -> None:
+    assert words in await told(store, "json", json.dumps(schema))
+
+
+async def test_what_would_fail_soon_is_refused_before(store: GrammarStore) -> None:
+    assert "too complex" in await told(store, "regex", "((a{1,100}){1,100}){1,100}")
 
 
 async def test_closing_ends_the_processes() -> None:

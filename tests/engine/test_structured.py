@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.llm import LLM
-from engine.outputs import QueueFull
+from engine.outputs import QueueFull, RequestAtFault
 from engine.sampling_params import BeamSearch, InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput
 from tests.engine.harness import Generated, Harness
 from tests.engine.preempting import load_preempting
@@ -27,6 +27,7 @@ SMALL = {
     "additionalProperties": False,
 }
 HOT = SamplingParams(max_tokens=200, temperature=2.0)
+BOMB = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a" | ""', "guided_grammar")
 
 
 def config_of(folder: Path) -> EngineConfig:
@@ -229,17 +230,39 @@ def test_neighbours_of_a_grammar_row_are_untouched(harness: Harness) -> None:
 
 def test_a_grammar_that_fails_at_run_time_fails_alone(harness: Harness) -> None:
     """Small and harmless when compiled, it has ever more readings as its text grows."""
-    bomb = StructuredOutput("lark", 'start: s\ns: s s s | s s | "a" | ""')
+    bomb = BOMB
     for form in (bomb, schema(SMALL)):
         harness.loop.run_until_complete(harness.engine.compile(form))
+    before = [r[0, 0] for r in harness.run_each([[7, 8, 9]], [SamplingParams(max_tokens=60, seed=2)])]
     no_end = ((harness.engine.model_info.eos_token_ids[0], -100.0),)
     params = [
         replace(HOT, structured=form, seed=3, max_tokens=400, logit_bias=no_end) for form in (bomb, schema(SMALL))
     ]
-    broken, fine = harness.run_each([PROMPT, PROMPT], params)
+    params.append(SamplingParams(max_tokens=60, seed=2))
+    broken, fine, plain = harness.run_each([PROMPT, PROMPT, [7, 8, 9]], params)
     assert broken[0, 0].finish_reason == "error"
-    assert "grammar" in (broken[0, 0].error or "")
+    assert broken[0, 0].error == "guided_grammar failed while its text was made: it is too complex."
     assert json.loads(text_of(harness, fine[0, 0]))
+    assert plain[0, 0].token_ids == before[0].token_ids
+    harness.settle()
+    assert harness.loop.run_until_complete(harness.engine.compile(bomb)) is False  # its limits are shared: anew
+
+
+def test_in_process_too_the_request_is_at_fault(folder: Path) -> None:
+    with LLM(str(folder), dtype="float32", max_model_len=512, memory_bytes=16 << 20) as llm:
+        eos = llm.tokenizer.eos_token_ids[0]
+        params = replace(HOT, structured=BOMB, seed=3, max_tokens=400, logit_bias=((eos, -100.0),))
+        with pytest.raises(RequestAtFault, match="too complex") as caught:
+            llm.generate([PROMPT], params, use_tqdm=False)
+    assert caught.value.param == "guided_grammar"
+
+
+@pytest.mark.parametrize("options", [[f"option number {i}" for i in range(10_000)], ["yes", "yes no"] * 2000])
+def test_any_number_of_choices(harness: Harness, options: list[str]) -> None:
+    for seed in range(2):
+        (got,) = run(harness, replace(HOT, structured=StructuredOutput("choice", json.dumps(options)), seed=seed))
+        assert got.finish_reason == "stop", got.error
+        assert text_of(harness, got).removesuffix("<|end|>") in options
 
 
 # -- thinking -----------------------------------------------------------------------------------------------------
@@ -303,7 +326,7 @@ def refusal(harness: Harness, structured: StructuredOutput) -> InvalidParameter:
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "string", "pattern": "^+[a-z]$"}, "quantifier"),
         ({"type": "string", "pattern": "a|{2}b"}, "quantifier"),
-        ({"type": "string", "pattern": "["}, "regex"),
+        ({"type": "string", "pattern": "["}, "regular expression"),
         ({"type": "string", "pattern": "\\"}, "backslash"),
         ({"type": "object", "patternProperties": {"*": {}}}, "quantifier"),
         ({"$ref": "#"}, "nothing can match"),
