@@ -11,19 +11,20 @@ from engine.sampling_params import ReasoningMarks
 class ThinkingGate:
     """Splits a text, cut anywhere, into what lies before the end of the thinking and what lies behind it."""
 
-    __slots__ = ("_end", "_held", "_is_inside", "_is_over", "_start")
+    __slots__ = ("_breaks", "_end", "_held", "_is_inside", "_is_over", "_start")
 
     def __init__(self, marks: ReasoningMarks) -> None:
         self._start, self._end = marks.start, marks.end
         self._is_inside = marks.opened
         self._is_over = not marks.opened and not marks.start  # no start mark: only a prompt can open the thinking
+        self._breaks = False  # right behind the end mark: line breaks there belong to it
         self._held = ""  # before: all text, while it may still become the start mark; inside: the end mark's beginning
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(text of the thinking, its marks included; text behind it). Both may be empty: blanks and what may become
-        the start mark are held back until it is clear which they are."""
+        """(text of the thinking, its marks and the line breaks at its end included; text behind it). Both may be
+        empty: blanks and what may become the start mark are held back until it is clear which they are."""
         if self._is_over:
-            return "", text
+            return self._behind(text)
         if self._is_inside:
             return self._search(text)
         self._held += text
@@ -51,5 +52,11 @@ class ThinkingGate:
             self._held = seen[max(0, len(seen) - len(self._end) + 1) :]
             return text, ""
         cut = at + len(self._end) - len(self._held)
-        self._is_over, self._held = True, ""
-        return text[:cut], text[cut:]
+        self._is_over, self._breaks, self._held = True, True, ""
+        breaks, behind = self._behind(text[cut:])
+        return text[:cut] + breaks, behind
+
+    def _behind(self, text: str) -> tuple[str, str]:
+        behind = text.lstrip("\n") if self._breaks else text
+        self._breaks = self._breaks and not behind
+        return text[: len(text) - len(behind)], behind

@@ -12,9 +12,11 @@ from engine.tokenizer import Tokenizer
 from server import tool_prompt
 from server.parsers import OutputFormat, PlainParser, ToolFormat, choose, with_reasoning
 from server.parsers.base import OutputParser
+from server.parsers.content import ContentGate
 from server.parsers.either import either
 from server.parsers.forced import forced
-from server.protocol.call_filters import CustomInputs, FirstCall
+from server.parsers.script import Script
+from server.protocol.call_filters import CustomInputs, FirstCall, OnlyCalls
 from server.protocol.chat_tools import ToolPlan
 from server.protocol.conversation_writer import NewParser
 from server.protocol.errors import InvalidRequest
@@ -22,12 +24,14 @@ from server.protocol.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """new_parser: None where all text is content. reasoning, structured, shown: for SamplingParams."""
+    """new_parser: None where all text is content. reasoning, structured, shown: for SamplingParams. new_stop_gate:
+    keeps stop strings out of calls; None where there are none, or nothing else."""
 
     new_parser: NewParser | None = None
     reasoning: ReasoningMarks | None = None
     structured: StructuredOutput | None = None
     shown: tuple[int, ...] = ()
+    new_stop_gate: Callable[[], ContentGate] | None = None
 
 
 class ModelReader:
@@ -55,12 +59,13 @@ class ModelReader:
             structured, new_parser = self._form_or_call(structured, tools)
         elif self._format.tools is not None and (tools.tools or self._format.tools.always):
             new_parser = _Parsers(self._format.tools, tools.tools)
+        new_stop_gate = partial(_gate, new_parser) if new_parser is not None and not tools.forced else None
         if new_parser is not None:
             new_parser = _adapted(new_parser, tools)
         if marks is not None:
             new_parser = _after_thinking(new_parser or PlainParser, marks)
         shown = self._format.shown_special_tokens if new_parser is not None else ()
-        return Reading(new_parser, marks, structured, shown)
+        return Reading(new_parser, marks, structured, shown, new_stop_gate)
 
     def _marks(self, tail: str, continued: str | None) -> ReasoningMarks | None:
         """None where no thinking can come."""
@@ -103,6 +108,8 @@ class _Parsers:
 
 def _adapted(new_parser: NewParser, tools: ToolPlan) -> NewParser:
     """To what the request says of its calls."""
+    if tools.forced:
+        new_parser = partial(_made, OnlyCalls, new_parser)
     if not tools.parallel:
         new_parser = partial(_made, FirstCall, new_parser)
     if tools.custom:
@@ -112,6 +119,12 @@ def _adapted(new_parser: NewParser, tools: ToolPlan) -> NewParser:
 
 def _made(outer: Callable[[OutputParser], OutputParser], new_parser: NewParser) -> OutputParser:
     return outer(new_parser())
+
+
+def _gate(new_parser: NewParser) -> ContentGate:
+    parser = new_parser()
+    assert isinstance(parser, Script), "every format is one"
+    return ContentGate(parser)
 
 
 def _after_thinking(new_parser: NewParser, marks: ReasoningMarks) -> NewParser:

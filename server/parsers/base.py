@@ -30,10 +30,12 @@ class CallBegin(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments: the texts of one index, joined, are a JSON object (unless the output was cut)."""
+    """More of a call's arguments: the texts of one index, joined, are a JSON object (unless the output was cut).
+    is_whole: so they are with this text; more blanks or marks may come, but no more of the value."""
 
     index: int  # type: ignore[assignment]  # the field hides tuple.index, which nobody calls
     text: str
+    is_whole: bool = False
 
 
 Part = Content | Reasoning | CallBegin | CallArguments

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
+from server.parsers.balance import Balance
 from server.parsers.base import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -72,16 +73,30 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
+        self._before = 0  # characters that are gone from the buffer
         self._trail: list[str] | None = None
+        self._trail_start = 0  # in characters of the whole text
         self.ended = False
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
+        self._before += self._at
         self._at = 0
 
+    @property
+    def position(self) -> int:
+        """Characters read so far."""
+        return self._before + self._at
+
+    @property
+    def decided(self) -> int:
+        """Characters of which it is certain what they are: what is remembered, or not read yet, may become a call."""
+        return self.position if self._trail is None else self._trail_start
+
     def remember(self, text: str = "") -> None:
-        """Keep what is read from now on, after `text`, until `forget`."""
+        """Keep what is read from now on, after `text`, which was read last, until `forget`."""
         self._trail = [text]
+        self._trail_start = self.position - len(text)
 
     def forget(self) -> str | None:
         """What was kept, None if nothing was being kept."""
@@ -191,7 +206,9 @@ class Output:
     """Parts in the order they are said, neighbours of one kind joined.
 
     Blanks around calls are the format's, not the reader's: those before a call are dropped, those after one are kept
-    only between words. Text without calls stays as it is."""
+    only between words. Text without calls stays as it is.
+
+    on_content: told every text that is said to be content, as it was read, blanks and all."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -201,9 +218,13 @@ class Output:
         self._blanks: list[str] = []
         self._has_words = False
         self._ids: set[str] = set()
+        self._balance = Balance()  # of the call begun last
         self.num_calls = 0
+        self.on_content: Sink | None = None
 
     def content(self, text: str) -> None:
+        if self.on_content is not None:
+            self.on_content(text)
         if self.num_calls and not self._has_words:
             self._blanks.clear()
             text = text.lstrip()
@@ -225,6 +246,7 @@ class Output:
         self._ids.add(call_id)
         self._flush()
         self._parts.append(CallBegin(self.num_calls, call_id, name))
+        self._balance = Balance()
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
@@ -252,7 +274,7 @@ class Output:
         self._pieces.clear()
         self._kind = None
         if text and kind is CallArguments:
-            self._parts.append(CallArguments(self.num_calls - 1, text))
+            self._parts.append(CallArguments(self.num_calls - 1, text, self._balance.feed(text)))
         elif text and kind is not None:
             self._parts.append(kind(text))  # type: ignore[call-arg, arg-type]  # CallArguments went the other way
 

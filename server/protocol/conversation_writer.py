@@ -40,7 +40,7 @@ class Choice:
 class ChoiceState:
     """What is remembered of a choice while it is written."""
 
-    __slots__ = ("_entries", "_num_told", "counter", "num_calls", "parser")
+    __slots__ = ("_entries", "_num_told", "counter", "is_open", "num_calls", "parser")
 
     def __init__(self, parser: OutputParser | None, counter: ReasoningCounter | None) -> None:
         self.parser = parser
@@ -48,6 +48,7 @@ class ChoiceState:
         self._entries: list[TokenEntry] = []  # of tokens that may or may not be thinking
         self._num_told = 0  # tokens of thinking whose entries were told
         self.num_calls = 0
+        self.is_open = False  # whether the last call's arguments are not whole (yet)
 
     def parse(self, piece: Piece) -> list[Part]:
         """What the piece says; also counts its calls and the tokens of thinking."""
@@ -60,8 +61,13 @@ class ChoiceState:
         parts = self.parser.feed(piece.text) if piece.text else []
         if piece.finish_reason is not None:
             parts = [*parts, *self.parser.finish()]
-        self.num_calls += sum(type(part) is CallBegin for part in parts)
-        return parts
+        for part in parts:
+            if isinstance(part, CallBegin):
+                self.num_calls += 1
+                self.is_open = True
+            elif isinstance(part, CallArguments):
+                self.is_open = not part.is_whole
+        return [part for part in parts if isinstance(part, CallBegin) or part.text]
 
     def split(self, entries: Sequence[TokenEntry]) -> tuple[Sequence[TokenEntry], Sequence[TokenEntry]]:
         """(those of thinking, those of the rest), of a piece that was parsed; held back while it is not clear."""
@@ -76,8 +82,9 @@ class ChoiceState:
         return held[:count], held[count:]
 
     def finish_reason(self, piece: Piece) -> str | None:
-        """The piece's, but "tool_calls" where the model stopped after it had called."""
-        return "tool_calls" if piece.finish_reason == "stop" and self.num_calls else piece.finish_reason
+        """The piece's, but "tool_calls" where the model stopped after it had called: not amid its last call."""
+        has_called = self.num_calls and not self.is_open
+        return "tool_calls" if piece.finish_reason == "stop" and has_called else piece.finish_reason
 
 
 class ConversationWriter(AnswerWriter):
@@ -104,6 +111,10 @@ class ConversationWriter(AnswerWriter):
     def finish_reason(self, index: int, piece: Piece) -> str | None:
         """None, "stop", "length" or "tool_calls"."""
         return self._state(index).finish_reason(piece)
+
+    def is_cut(self, index: int) -> bool:
+        """Whether the choice's last call is not whole."""
+        return self._state(index).is_open
 
     def event(self, index: int, piece: Piece) -> bytes:
         return self.events(index, self._state(index).parse(piece), piece)

@@ -39,7 +39,9 @@ async def create_message(request: Request) -> Response:
         new_parser=conversation.new_parser,
         reasoning=params.reasoning,
     )
-    return await front.generate(request, chat, [conversation.prompt], params, writer)
+    return await front.generate(
+        request, chat, [conversation.prompt], params, writer, new_stop_gate=conversation.new_stop_gate
+    )
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesRequest))

@@ -31,6 +31,9 @@ def split(opened: bool, parts: list[str], marks: tuple[str, str] = MARKS) -> tup
         (True, "a<think>b</think>c", "a<think>b</think>"),
         (True, "a</thin", "a</thin"),
         (True, "</think></think>", "</think>"),
+        (True, "a</think>\n\nb\n", "a</think>\n\n"),
+        (True, "</think>\n \n", "</think>\n"),
+        (False, "\n\na", ""),
     ],
 )
 def test_the_end_mark_ends_the_thinking(opened: bool, text: str, thinking: str) -> None:

@@ -334,3 +334,94 @@ async def test_tools_that_cannot_be_run_are_dropped_and_named() -> None:
         body = {"messages": [USER], "tools": [search, WEATHER], "tool_choice": {"type": "web_search"}}
         assert error_of(await client.post(PATH, json=body))["param"] == "tool_choice"
     assert "web_search" not in prompt_of(engine)
+
+
+FORCED = {"tools": [WEATHER], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("form", [{}, {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize("stop", ["city", "Oslo", ": ", "{", "</tool_call>", "\n"])
+async def test_stop_strings_do_not_count_in_calls(stop: str, form: dict[str, Any]) -> None:
+    text = "<think>the city</think>\n\n" + call_text() + call_text("get_time")
+    for splits in (None, random.Random(stop)):
+        told, engine = await answer(text, {"tools": [WEATHER, TIME], "stop": stop, **form}, splits=splits)
+        (choice,) = told["choices"]
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+            ("get_weather", {"city": "Oslo é😀", "days": 2}),
+            ("get_time", {"city": "Oslo é😀", "days": 2}),
+        ]
+        assert choice["finish_reason"] == "tool_calls"
+        assert engine.admitted[0].params.stop == (stop,)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        ("In this city. " + call_text(), "In this", 0),
+        (call_text() + "So the city", "So the", 1),
+        ("<think>a city</think>\n\nNo ci" + call_text() + "ty", "No city", 1),  # in no stretch of content
+        ("A <tool_call> city", "A <tool_call>", 0),
+        ("<tool_call>\n{ city", "<tool_call>\n{", 0),
+    ],
+)
+async def test_stop_strings_count_around_calls(text: str, content: str, count: int) -> None:
+    for splits in (None, random.Random(text)):
+        told, _ = await answer(text, {"tools": [WEATHER], "stop": [" city", "zz"]}, splits=splits)
+        (choice,) = told["choices"]
+        assert choice["message"]["content"] == content
+        assert len(choice["message"].get("tool_calls", ())) == count
+        assert choice["finish_reason"] == ("tool_calls" if count else "stop")
+
+
+async def test_nothing_stops_a_forced_call() -> None:
+    told, engine = await answer(call_text(), FORCED | {"stop": ["city"], "stop_token_ids": [1]})
+    assert json.loads(told["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])["days"] == 2
+    assert told["choices"][0]["finish_reason"] == "tool_calls"
+    assert (engine.admitted[0].params.stop, engine.admitted[0].params.stop_token_ids) == ((), ())
+    async with client_of(engine_saying(""), max_stop_strings=1) as client:
+        body = {"messages": [USER], "stop": ["a", "b"], **FORCED}
+        assert error_of(await client.post(PATH, json=body))["param"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_a_call_that_breaks_off_is_no_finished_call(choice: str) -> None:
+    text = call_text() + call_text("get_time")
+    for cut, calls, reason in (
+        (-2, 2, "tool_calls"),
+        (-len("}\n</tool_call>") - 1, 2, "stop"),
+        (len(call_text()), 1, "tool_calls"),
+    ):
+        told, _ = await answer(text[:cut], {"tools": [WEATHER, TIME], "tool_choice": choice})
+        assert len(told["choices"][0]["message"]["tool_calls"]) == calls
+        assert told["choices"][0]["finish_reason"] == reason
+    custom = call_text("run", input="one two")
+    for cut, reason in ((-2, "tool_calls"), (-len("}}\n</tool_call>"), "stop"), (-len('o"}}\n</tool_call>'), "stop")):
+        told, _ = await answer(custom[:cut], {"tools": [CUSTOM], "tool_choice": choice})
+        assert told["choices"][0]["message"]["tool_calls"][0]["custom"]["input"] in ("one two", "one tw")
+        assert told["choices"][0]["finish_reason"] == reason
+
+
+async def test_the_first_of_two_calls_is_whole_where_only_one_is_wanted() -> None:
+    text = call_text() + call_text("get_time")[:-20]
+    told, _ = await answer(text, {"tools": [WEATHER, TIME], "parallel_tool_calls": False})
+    assert len(told["choices"][0]["message"]["tool_calls"]) == 1
+    assert told["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_forced_call_that_is_cut_leaves_no_marks() -> None:
+    text = call_text() + "\n" + call_text("get_time")
+    for max_tokens in range(1, len(text.encode())):
+        body = FORCED | {"tools": [WEATHER, TIME], "max_tokens": max_tokens}
+        engine = engine_saying(text)
+        async with client_of(engine) as client:
+            plain = (await client.post(PATH, json={"messages": [USER]} | body)).json()["choices"][0]
+            if max_tokens % 7 == 0:
+                events = await stream(client, PATH, {"messages": [USER]} | body)
+                assert without_ids(message_of(events, 0)) == without_ids(plain["message"])
+        assert not plain["message"]["content"]
+        if plain["finish_reason"] == "tool_calls":
+            break
+        assert plain["finish_reason"] == "length"
+    else:
+        raise AssertionError("it was never whole")

@@ -483,3 +483,24 @@ async def test_many_at_once_do_not_mix() -> None:
 def test_the_reader_of_events_sees_what_is_out_of_order() -> None:
     with pytest.raises(AssertionError):
         MessageEvents('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+async def test_stop_sequences_do_not_count_in_calls() -> None:
+    body = BASE | {"tools": [TOOL], "stop_sequences": ["path"]}
+    async with client_of(thinker_saying(TURN + "the path ends here")) as client:
+        message = (await client.post(PATH, json=body)).json()
+    assert [block["input"] for block in message["content"] if block["type"] == "tool_use"] == [{"path": "a b"}, {}]
+    assert message["content"][-1] == {"type": "text", "text": "the"}
+    assert message["stop_reason"] == "tool_use"
+    async with client_of(thinker_saying(TURN)) as client:
+        forced = await client.post(PATH, json=body | {"tool_choice": {"type": "any"}})
+    assert forced.json()["stop_reason"] == "tool_use"
+
+
+async def test_a_call_that_breaks_off_is_no_use_of_a_tool() -> None:
+    for choice in ("auto", "any"):
+        async with client_of(thinker_saying(TURN[: TURN.index(' b"')])) as client:
+            body = BASE | {"tools": [TOOL], "tool_choice": {"type": choice}}
+            message = (await client.post(PATH, json=body)).json()
+        assert message["content"][-1]["type"] == "tool_use"
+        assert message["stop_reason"] == "end_turn"

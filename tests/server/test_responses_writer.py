@@ -40,6 +40,7 @@ TURN = [
     CallArguments(1, "*** Begin"),
     CallArguments(1, " Patch\n"),
     CallBegin(2, "call_c", "files__read"),
+    CallArguments(2, "{}", is_whole=True),
 ]
 
 
@@ -134,7 +135,7 @@ def test_any_turn_streamed_and_plain(parts: list[Any], finish: str, cuts: int) -
 
 
 def test_cut_by_the_limit() -> None:
-    final = check(streamed(TURN[:-1], "length"))
+    final = check(streamed(TURN[:-2], "length"))
     assert final["status"] == "incomplete"
     assert final["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in final["output"]] == ["completed"] * 3 + ["incomplete"]
@@ -202,3 +203,11 @@ def test_what_is_kept() -> None:
     kept: list[dict[str, Any]] = []
     final = check(streamed(TURN, keep=kept.append))
     assert [orjson.loads(orjson.dumps(response)) for response in kept] == [final]
+
+
+@pytest.mark.parametrize(("arguments", "status"), [('{"a": 1}', "completed"), ('{"a": ', "incomplete")])
+def test_a_call_that_breaks_off_is_incomplete(arguments: str, status: str) -> None:
+    turn = [CallBegin(0, "call_a", "f"), CallArguments(0, arguments, is_whole=status == "completed")]
+    final = check(streamed(turn))
+    assert final["status"] == "completed"  # the model ended there
+    assert [(item["status"], item["arguments"]) for item in final["output"]] == [(status, arguments)]
