@@ -125,8 +125,8 @@ async def _handle(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """What this URL takes. The framework tells those of the first route alone, where several have one path."""
     routes: list[Route] = request.app.state.routes
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in route.methods or ()})
+    first = next(route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in routes if route.path == first.path for method in route.methods or ()})
 
 
 async def _handle_logged(request: Request, error: Exception) -> Response:
