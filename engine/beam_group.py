@@ -10,7 +10,7 @@ Knows their rows and blocks; leaves the search to `Search` and the order of thin
 
 from __future__ import annotations
 
-from engine.beam import Continuation, Search
+from engine.beam import Continuation, Finished, Search
 from engine.kv.manager import KVCacheManager
 from engine.outputs import TokenLogprobs
 from engine.rows import RowPool
@@ -53,6 +53,12 @@ class BeamGroup:
         heard = [self._heard[beam] for beam in self.beams]
         self._heard.clear()
         return self.search.advance(heard)
+
+    def results(self) -> list[tuple[Sequence, Finished | None]]:
+        """The open choices, those first for which the search that is over has found something."""
+        pairs = zip(self.choices, self.search.results(len(self.choices)), strict=False)
+        found = {choice: each for choice, each in pairs if choice in self.open_choices}
+        return [*found.items(), *((choice, None) for choice in self.open_choices if choice not in found)]
 
     def grow(self, continuations: list[Continuation], running: list[Sequence]) -> None:
         """The sequences take over what goes on: the best continuation of a hypothesis stays on its row, further ones

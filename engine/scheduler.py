@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections import deque
 
 from engine.batch import RowOutput, ScheduledBatch, StepOutput
-from engine.beam_group import BeamGroup
 from engine.beam_groups import BeamGroups
 from engine.config import SchedulerConfig
 from engine.kv.manager import KVCacheManager, PrefixMatch
 from engine.outputs import FinishReason
+from engine.queues import Queues
 from engine.rows import RowPool
 from engine.sequence import Request, Sequence, SequenceStatus
 from engine.stats import StepStats
@@ -40,8 +40,6 @@ class Scheduler:
                 f"the pool has {manager.allocator.num_blocks}"
             )
         self.manager = manager
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
         self._config = config
         self._max_model_len = max_model_len
         self._live: dict[int, dict[tuple[int, int], Sequence]] = {}  # stream -> (prompt, choice) -> not yet ended
@@ -49,29 +47,15 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = StepPlan(0.0, 0)  # retired last
         self._next_step_id = 0
-        self._groups = BeamGroups(manager, self._rows)
-        self._num_unforked = 0
+        self.queues = Queues()
+        self._groups = BeamGroups(manager, self._rows, self.queues)
         self._num_preemptions = self._num_recomputed = self._num_discarded = 0
 
     # -- the queue
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting or self._in_flight)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold no row, those included that will be forked from a waiting or running one."""
-        return len(self.waiting) + self._num_unforked
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of the waiting prompts, each counted once."""
-        return sum(len(sequence.token_ids) for sequence in self.waiting)
+        return bool(self.queues.running or self.queues.waiting or self._in_flight)
 
     @property
     def num_in_flight(self) -> int:
@@ -88,11 +72,9 @@ class Scheduler:
         for sequence in request.sequences:
             sequence.max_output_tokens = room if wanted is None else min(room, wanted)
         if request.params.beam is not None:
-            self.waiting += self._groups.add(request).beams
+            self._groups.add(request)
         else:
-            primary.siblings = siblings
-            self._num_unforked += len(siblings)
-            self.waiting.append(primary)
+            self.queues.add(primary, siblings)
         live = self._live.setdefault(request.stream_id, {})
         live.update({(request.prompt_index, s.choice_index): s for s in request.sequences})
 
@@ -116,8 +98,8 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Put every running sequence back to waiting, as pressure would. For tests and for giving memory back."""
-        while self.running:
-            self._preempt(self.running[-1])
+        while self.queues.running:
+            self._preempt(self.queues.running[-1])
 
     # -- schedule
 
@@ -128,8 +110,7 @@ class Scheduler:
         step = StepPlan(now, self._config.max_num_batched_tokens)
         if self._schedule_running(step):
             self._schedule_waiting(step)
-        for sequence in reversed(step.overflow):
-            self.waiting.appendleft(sequence)
+        self.queues.waiting.extendleft(reversed(step.overflow))
         if not step.rows:
             assert self._in_flight or not self.has_work, "work, but nothing to do and nothing to wait for"
             return None
@@ -156,11 +137,11 @@ class Scheduler:
         """Oldest first; budget is kept for those behind that need one token. False if one of them stands still
         for want of memory: a newcomer would only be preempted for it."""
         served = True
-        step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.running)
+        step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.queues.running)
         if step.num_decoding:  # a burst of prompts must not make those who already stream wait for all of it
             step.budget = min(step.budget, step.num_decoding + self._config.max_chunk_tokens)
         unserved = step.num_decoding
-        for sequence in tuple(self.running):
+        for sequence in tuple(self.queues.running):
             if sequence.status is not SequenceStatus.RUNNING or not sequence.wants_tokens:
                 continue
             num_tokens = sequence.num_uncomputed_tokens
@@ -173,15 +154,14 @@ class Scheduler:
                 self._add(step, sequence, num_tokens)
             else:
                 served = False
-        self.running += step.forked
-        step.forked.clear()
+        self.queues.running += step.take_forked()
         return served
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate slots for the tokens. Younger sequences give way; the youngest itself stands still, as the older
         ones go on and will free memory."""
         while not self.manager.allocate_slots(sequence, num_tokens):
-            victim = self.running[-1]
+            victim = self.queues.running[-1]
             if (
                 self._groups.move_together(victim, sequence) or self._rows.num_releasing
             ):  # blocks come back when a step retires
@@ -190,36 +170,35 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, step: StepPlan) -> None:
-        manager = self.manager
-        if not self.waiting or not self._rows.has_free or step.budget <= 0:
+        manager, waiting = self.manager, self.queues.waiting
+        if not waiting or not self._rows.has_free or step.budget <= 0:
             return
         passed_over: list[Sequence] = []
-        while self.waiting and self._rows.has_free and step.budget > 0:
-            sequence = self.waiting[0]
+        while waiting and self._rows.has_free and step.budget > 0:
+            sequence = waiting[0]
             if sequence.releasing or self._rows.num_free < self._groups.num_rows_wanted(sequence):
                 break
             match = None if manager.is_claimed(sequence.waits_for) else manager.match_prefix(sequence)
             if match is None or manager.is_claimed(match.next_name):
                 if match is not None:
                     sequence.waits_for = match.next_name
-                passed_over.append(self.waiting.popleft())
+                passed_over.append(waiting.popleft())
                 continue
             needed = manager.num_blocks_to_admit(sequence, match)
             # one block of headroom per running sequence, so that the newcomer is not preempted at once
-            if needed + len(self.running) > manager.num_free_blocks:
+            if needed + len(self.queues.running) > manager.num_free_blocks:
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             self._admit(step, sequence, match)
-            self.running += step.forked
-            step.forked.clear()
-        self.waiting.extendleft(reversed(passed_over))
+            self.queues.running += step.take_forked()
+        waiting.extendleft(reversed(passed_over))
 
     def _admit(self, step: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
         sequence.waits_for = None
         self._start(step, sequence)
         if (group := self._groups.of(sequence)) is not None:
             group.admitted(step.now)
-        self.running.append(sequence)
+        self.queues.running.append(sequence)
         num_cached = self.manager.begin(sequence, match)
         request = sequence.request
         if request.num_cached_tokens is None:
@@ -241,11 +220,11 @@ class Scheduler:
             if group is None:
                 self._fork_siblings(step, sequence, index)
             else:
-                self._fork_beams(group, sequence)
+                self._groups.fork(group, sequence)
 
     def _fork_siblings(self, step: StepPlan, primary: Sequence, index: int) -> None:
         """The prompt will be computed: its other choices sample from the same logits, as far as rows are free."""
-        self._num_unforked -= len(primary.siblings)
+        self.queues.num_unforked -= len(primary.siblings)
         for sibling in primary.siblings:
             if not self._rows.has_free:
                 step.overflow.append(sibling)
@@ -322,7 +301,12 @@ class Scheduler:
     def _append(self, sequence: Sequence, row: RowOutput, collected: Collected) -> None:
         group = self._groups.of(sequence)
         if group is not None:
-            self._hear(group, sequence, row, collected)
+            for choice, found in self._groups.hear(group, sequence, row, collected):
+                if found is None:
+                    self._end(choice, "error", collected, TOO_FEW_FOUND)
+                else:
+                    collected.tell_found(choice, found)
+                    self._close(choice, found.reason, collected)
             return
         if len(row.token_ids) != 1:
             raise RuntimeError(f"row {sequence.row} was to sample one token, got {len(row.token_ids)}")
@@ -366,100 +350,22 @@ class Scheduler:
         self._rows.leave(sequence)
 
     def _leave_queue(self, sequence: Sequence) -> None:
-        """Out of running, waiting or its primary's siblings; its own siblings get a new primary."""
-        place = 0
         group = self._groups.of(sequence)
-        if group is not None:
-            self._leave_group(group, sequence)
-            return
-        if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            place = self.waiting.index(sequence)
-            del self.waiting[place]
+        if group is None:
+            self.queues.leave(sequence)
         else:
-            primary = next(s for s in sequence.request.sequences if sequence in s.siblings)
-            primary.siblings.remove(sequence)
-            self._num_unforked -= 1
-        if sequence.siblings:
-            heir, *rest = sequence.siblings
-            heir.num_scored_tokens = sequence.num_scored_tokens
-            sequence.siblings, heir.siblings = [], rest
-            self._num_unforked -= 1
-            self.waiting.insert(place, heir)
+            self._groups.leave(group, sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of waiting. Its tokens stay, its blocks stay cached until others need them."""
+        self._num_preemptions += 1
         group = self._groups.of(sequence)
         if group is not None:
-            self._preempt_group(group)
+            self._groups.preempt(group)
             return
-        self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
-        sequence.status = SequenceStatus.WAITING
+        self.queues.put_back(sequence)
         sequence.num_preemptions += 1
-        self._num_preemptions += 1
         self._rows.leave(sequence)
-
-    # -- beam searches: groups of sequences that move together
-
-    def _fork_beams(self, group: BeamGroup, trunk: Sequence) -> None:
-        """They stand beside the trunk, for they are as old as it is, and compute from the next step on."""
-        self._num_unforked -= len(trunk.siblings)
-        place = self.running.index(trunk) + 1
-        self.running[place:place] = group.fork_waiting(trunk)
-
-    def _hear(self, group: BeamGroup, beam: Sequence, row: RowOutput, collected: Collected) -> None:
-        """The candidates of one hypothesis are there; with those of the last one the search takes a step."""
-        if row.top_logprobs is None or len(row.top_logprobs) != 1:
-            raise RuntimeError(f"row {beam.row} was to tell candidates")
-        group.hear(beam, row.top_logprobs[0])
-        going = group.advance()
-        if going is None:
-            return
-        for choice in group.open_choices:
-            if choice.first_token_s is None:
-                choice.first_token_s = collected.now
-                collected.tell(choice)  # it is no longer waiting; the tokens come at the end
-        if going:
-            group.grow(going, self.running)
-        else:
-            self._end_group(group, collected)
-
-    def _end_group(self, group: BeamGroup, collected: Collected) -> None:
-        results = group.search.results(len(group.choices))
-        for choice, found in zip(group.choices, results, strict=False):
-            if choice in group.open_choices:
-                collected.tell_found(choice, found)
-                self._close(choice, found.reason, collected)
-        for choice in tuple(group.open_choices):  # a model that bans nearly all tokens
-            self._end(choice, "error", collected, TOO_FEW_FOUND)
-
-    def _leave_group(self, group: BeamGroup, choice: Sequence) -> None:
-        """A choice ends; with the last one the search does."""
-        group.open_choices.remove(choice)
-        if not group.open_choices:
-            self._take_out(group)
-            self._groups.remove(group)
-
-    def _preempt_group(self, group: BeamGroup) -> None:
-        self._take_out(group)
-        trunk = group.reset()
-        self._num_unforked += len(trunk.siblings)
-        self.waiting.appendleft(trunk)
-        for choice in group.choices:
-            choice.num_preemptions += 1
-        self._num_preemptions += 1
-
-    def _take_out(self, group: BeamGroup) -> None:
-        """Its sequences out of running and waiting."""
-        for beam in group.beams:
-            self._num_unforked -= len(beam.siblings)
-            beam.siblings = []
-            if beam.status is SequenceStatus.RUNNING:
-                self.running.remove(beam)
-            elif beam in self.waiting:
-                self.waiting.remove(beam)
 
     # -- numbers
 
@@ -468,8 +374,8 @@ class Scheduler:
         step, self._last_step = self._last_step, StepPlan(0.0, 0, step_id=self._last_step.step_id)
         return StepStats(
             step_id=step.step_id,
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
+            num_running=len(self.queues.running),
+            num_waiting=self.queues.num_waiting,
             num_scheduled_seqs=len(step.entries),
             num_prompt_tokens=step.num_prompt_tokens,
             num_decode_tokens=step.num_decode_tokens,
@@ -490,10 +396,7 @@ class Scheduler:
         live = {id(s): s for s in [*beams, *(s for s in choices if s.request.params.beam is None)]}
         holders = [s for s in {**named, **live}.values() if s.row is not None]
         self._rows.check(holders)
-        assert {id(s) for s in self.running} == {id(s) for s in live.values() if s.status is SequenceStatus.RUNNING}
-        unforked = [s for primary in live.values() for s in primary.siblings]
-        assert len(unforked) == self._num_unforked
-        assert len(self.running) + len(self.waiting) + len(unforked) == len(live)
+        self.queues.check(live.values())
         if not self.has_work:
             assert not live
             assert self.manager.num_free_blocks == self.manager.allocator.num_blocks, "blocks leaked"

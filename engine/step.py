@@ -126,6 +126,10 @@ class StepPlan:
         self.entries.append(Entry(sequence, end, samples))
         return samples
 
+    def take_forked(self) -> list[Sequence]:
+        forked, self.forked = self.forked, []
+        return forked
+
     def tell_new_row(self, sequence: Sequence) -> None:
         """The runner shall know the row that the sequence has taken."""
         assert sequence.row is not None

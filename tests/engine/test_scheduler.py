@@ -99,7 +99,7 @@ def test_what_does_not_fit_holds_back_what_comes_later() -> None:
     big = engine.add(prompt(150, 5), forever(2))
     small = engine.add(prompt(5, 9), forever(2))
     engine.step()
-    assert [s.request.stream_id for s in engine.scheduler.waiting] == [big, small]
+    assert [s.request.stream_id for s in engine.scheduler.queues.waiting] == [big, small]
     run_and_verify(engine)
 
 
@@ -109,7 +109,7 @@ def test_the_newcomer_leaves_a_block_of_headroom_for_each_that_runs(num_blocks: 
     engine.add(prompt(120), forever(40))
     engine.add(prompt(120, 9), forever(2))
     engine.step()
-    assert engine.scheduler.num_running == admitted
+    assert len(engine.scheduler.queues.running) == admitted
     run_and_verify(engine)
 
 
@@ -118,7 +118,7 @@ def test_the_place_in_the_queue_belongs_to_the_request_not_to_its_first_choice()
     for stream in range(4):
         engine.add(prompt(4, stream), forever(4, n=2))
     engine.abort(1, 0, 0)
-    assert [(s.request.stream_id, s.choice_index) for s in engine.scheduler.waiting] == [
+    assert [(s.request.stream_id, s.choice_index) for s in engine.scheduler.queues.waiting] == [
         (0, 0),
         (1, 1),
         (2, 0),
@@ -133,7 +133,7 @@ def test_the_preempted_go_to_the_front_in_their_old_order() -> None:
         engine.add(prompt(4, stream), forever(9))
     engine.step()
     engine.scheduler.preempt_all()
-    assert [s.request.stream_id for s in engine.scheduler.waiting] == [0, 1, 2, 3, 4]
+    assert [s.request.stream_id for s in engine.scheduler.queues.waiting] == [0, 1, 2, 3, 4]
     run_and_verify(engine)
 
 
@@ -141,15 +141,23 @@ def test_counts_of_waiting_and_running() -> None:
     engine = FakeEngine(max_num_seqs=2)
     engine.add(prompt(4), forever(4, n=3))
     engine.add(prompt(6, 9), forever(4))
-    assert (engine.scheduler.num_waiting, engine.scheduler.num_running, engine.scheduler.num_waiting_tokens) == (
+    assert (
+        engine.scheduler.queues.num_waiting,
+        len(engine.scheduler.queues.running),
+        engine.scheduler.queues.num_waiting_tokens,
+    ) == (
         4,
         0,
         10,
     )
     engine.step()
-    assert (engine.scheduler.num_waiting, engine.scheduler.num_running) == (2, 2)
+    assert (engine.scheduler.queues.num_waiting, len(engine.scheduler.queues.running)) == (2, 2)
     run_and_verify(engine)
-    assert (engine.scheduler.num_waiting, engine.scheduler.num_running, engine.scheduler.has_work) == (0, 0, False)
+    assert (engine.scheduler.queues.num_waiting, len(engine.scheduler.queues.running), engine.scheduler.has_work) == (
+        0,
+        0,
+        False,
+    )
 
 
 def test_refuses_what_can_never_run() -> None:
@@ -276,8 +284,8 @@ def test_who_waits_for_a_prefix_lets_others_pass() -> None:
     for tokens in (prompt(100), prompt(100), prompt(100), prompt(20, 40), prompt(5, 41), prompt(5, 42)):
         engine.add(tokens, forever(2))
     engine.step()
-    assert [s.request.stream_id for s in engine.scheduler.running] == [0, 1, 4, 5]
-    assert [s.request.stream_id for s in engine.scheduler.waiting] == [2, 3, 6], "nobody loses a place"
+    assert [s.request.stream_id for s in engine.scheduler.queues.running] == [0, 1, 4, 5]
+    assert [s.request.stream_id for s in engine.scheduler.queues.waiting] == [2, 3, 6], "nobody loses a place"
     run_and_verify(engine)
     assert max(s.num_cached_tokens for s in engine.finished) == 96
 
@@ -289,7 +297,7 @@ def test_who_waits_for_a_prefix_starts_when_its_owner_is_gone(how: str) -> None:
     engine.step()
     engine.add(prompt(100), forever(2))
     engine.step()
-    assert engine.scheduler.num_running == 1
+    assert len(engine.scheduler.queues.running) == 1
     if how == "abort":
         engine.abort(owner)
     elif how == "preempt":
@@ -319,7 +327,7 @@ def test_another_salt_waits_for_nobody() -> None:
     engine.add(prompt(40), forever(2), salt="a")
     engine.add(prompt(40), forever(2), salt="b")
     engine.step()
-    assert engine.scheduler.num_running == 2
+    assert len(engine.scheduler.queues.running) == 2
     run_and_verify(engine)
 
 
@@ -344,7 +352,7 @@ def test_choices_without_a_row_run_later_on_the_cached_prompt() -> None:
     engine.add(prompt(65), forever(3, n=6))
     engine.step()
     engine.step()
-    assert [s.choice_index for s in engine.scheduler.waiting] == [2, 3, 4, 5]
+    assert [s.choice_index for s in engine.scheduler.queues.waiting] == [2, 3, 4, 5]
     run_and_verify(engine)
     assert engine.runner.num_computed_tokens == 65 + 4 * 1 + 6 * 2
     stats = engine.scheduler.step_stats().cache
