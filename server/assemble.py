@@ -6,13 +6,13 @@ Knows no HTTP and no JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.outputs import RequestFailed, SequenceOutput
 from engine.sampling_params import SamplingParams
-from engine.text import Assembler, Piece
+from engine.text import Assembler, Piece, StopGate
 from engine.tokenizer import StopStrings, Tokenizer
 from server.engine_port import Generation
 from server.observe import Observer
@@ -49,6 +49,7 @@ class Answer:
     """The choices of one HTTP request; choice index = prompt_index * n + choice_index.
 
     prompts: how each prompt is shown, for the logprobs that the engine brings of them; empty where none is.
+    new_stop_gate: makes one per choice, where stop strings do not count in all of its text.
     num_kept: of the params.n choices per prompt so many are told, the best by the mean logprob of their tokens; None:
     all."""
 
@@ -61,6 +62,7 @@ class Answer:
         *,
         observer: Observer,
         stops: StopStrings | None = None,
+        new_stop_gate: Callable[[], StopGate] | None = None,
         prompts: Sequence[ShownPrompt] = (),
         num_kept: int | None = None,
     ) -> None:
@@ -75,7 +77,13 @@ class Answer:
         stops = stops or (StopStrings(params.stop) if params.stop else None)
         before = [prompt.num_chars for prompt in prompts] or [0] * len(prompt_lens)
         self._assemblers = [
-            Assembler(tokenizer, params, stops, num_chars_before=num_chars)
+            Assembler(
+                tokenizer,
+                params,
+                stops,
+                num_chars_before=num_chars,
+                stop_gate=new_stop_gate() if stops is not None and new_stop_gate is not None else None,
+            )
             for num_chars in before
             for _ in range(params.n)
         ]
@@ -85,6 +93,10 @@ class Answer:
     @property
     def num_choices(self) -> int:
         return len(self._assemblers)
+
+    def num_echoed(self, index: int) -> int:
+        """Logprobs of prompt tokens that the first event of a choice tells."""
+        return self._prompts[index // self._n].num_echoed if self._prompts else 0
 
     def take(self, outputs: Sequence[SequenceOutput]) -> list[tuple[int, Piece]]:
         """(choice index, piece) in the order they may leave. Raises RequestFailed."""

@@ -5,10 +5,12 @@ conversational routes: the others translate their bodies into a `ChatRequest` an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.sampling_params import SamplingParams
+from engine.text import StopGate
 from server.chat_template import TemplateInput
 from server.front import Front
 from server.protocol.chat import ChatRequest
@@ -23,13 +25,14 @@ class Conversation:
     """prompt: token ids. params.reasoning marks the thinking to expect, if any.
 
     new_parser: one parser per choice; None where all text is content. custom_tools: names of tools whose calls are
-    free text. ignored: what was left out of the request, for `Front.ignored`."""
+    free text. ignored: what was left out of the request, for `Front.ignored`. new_stop_gate: for `Front.generate`."""
 
     prompt: list[int]
     params: SamplingParams
     new_parser: NewParser | None = None
     custom_tools: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
+    new_stop_gate: Callable[[], StopGate] | None = None
 
 
 async def prepare(front: Front, body: ChatRequest, *, least_output: int | None = 1) -> Conversation:
@@ -43,6 +46,7 @@ async def prepare(front: Front, body: ChatRequest, *, least_output: int | None =
 
 def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conversation:
     front.check_logprobs(body.top_logprobs, "top_logprobs")
+    front.check_logprobs(body.prompt_logprobs, "prompt_logprobs")
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
     params.check_vocabulary(front.info.vocab_size)
@@ -50,6 +54,9 @@ def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conve
     structured = structured_output(body)
     given = template_input(body, tools, tells_tools=front.reader.tells_tools)
     encoded = front.encoder.conversation(given, least_output)
+    if body.prompt_logprobs is not None:
+        front.check_prompt_logprobs(len(encoded.token_ids), body.prompt_logprobs)
+        params = replace(params, prompt_logprobs=body.prompt_logprobs)
     if least_output is not None and max_tokens is not None:
         params = replace(params, max_tokens=min(max_tokens, front.info.max_model_len - len(encoded.token_ids)))
     continued = body.messages[-1].text if body.continue_final_message else None
@@ -57,7 +64,12 @@ def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conve
     params = replace(
         params, reasoning=reading.reasoning, structured=reading.structured, shown_special_tokens=reading.shown
     )
-    return Conversation(encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored)
+    if tools.forced:  # there is nothing but calls, and whoever stops one gets what no client can read
+        front.check_limits(params)
+        params = replace(params, stop=(), stop_token_ids=())
+    return Conversation(
+        encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored, reading.new_stop_gate
+    )
 
 
 def template_input(body: ChatRequest, tools: ToolPlan, *, tells_tools: bool) -> TemplateInput:

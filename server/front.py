@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from engine.outputs import Phase
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
+from engine.text import StopGate
 from engine.tokenizer import StopStrings
 from server.assemble import Answer
 from server.encode import PromptEncoder
@@ -35,6 +36,7 @@ from server.shown_prompt import ShownPrompt
 from server.sse import EventStream, collect
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
+FEW_STOP_CHARS = 256
 
 Result = TypeVar("Result")
 
@@ -76,6 +78,19 @@ class Front:
         if count is not None and not 0 <= count <= limit:
             raise InvalidRequest(f"{param} must be between 0 and {limit}, got {count}.", param=param)
 
+    def check_prompt_logprobs(
+        self, num_tokens: int, count: int, *, num_told: int = 1, param: str = "prompt_logprobs"
+    ) -> None:
+        """Before anything is computed: what the engine keeps and the answer spells out is bounded. count: alternatives
+        of each of the `num_tokens`; num_told: how often they are told. Raises InvalidRequest."""
+        limit = self.settings.max_prompt_logprobs
+        if (wanted := num_tokens * (count + 1) * num_told) > limit:
+            raise InvalidRequest(
+                f"This request asks for {wanted} logprobs of prompt tokens, at most {limit} are allowed: send fewer "
+                "or shorter prompts, or ask for fewer alternatives.",
+                param=param,
+            )
+
     async def generate(
         self,
         request: Request,
@@ -86,22 +101,24 @@ class Front:
         *,
         shown: Sequence[ShownPrompt] = (),
         num_kept: int | None = None,
+        new_stop_gate: Callable[[], StopGate] | None = None,
     ) -> Response:
-        """Hand the request to the engine and answer it, streamed or plain. shown, num_kept: see Answer.
+        """Hand the request to the engine and answer it, streamed or plain. shown, num_kept, new_stop_gate: see Answer.
 
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
-        self._check_limits(params)
+        self.check_limits(params)
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
         if params.structured is not None:
             await self._compile(params.structured)
-        stops = await asyncio.to_thread(StopStrings, params.stop) if params.stop else None
+        stops = await _stop_strings(params.stop)
         label = _name_exchange(state, writer.id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
         lengths = [len(prompt) for prompt in prompts]
         answer = Answer(
-            stream, self.tokenizer, params, lengths, observer=observer, stops=stops, prompts=shown, num_kept=num_kept
-        )
+            stream, self.tokenizer, params, lengths, observer=observer, stops=stops, new_stop_gate=new_stop_gate,
+            prompts=shown, num_kept=num_kept,
+        )  # fmt: skip
         if not body.stream:
             return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self.error_view)
         return EventStream(
@@ -112,7 +129,7 @@ class Front:
             error_view=self.error_view,
         )
 
-    def _check_limits(self, params: SamplingParams) -> None:
+    def check_limits(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for more than the operator allows."""
         settings = self.settings
         if params.n > settings.max_n:
@@ -140,6 +157,13 @@ class Front:
         if self.engine.phase is not Phase.READY:
             return ApiError(503, "The server is shutting down.", code="server_shutting_down")
         return to_api_error(error)
+
+
+async def _stop_strings(stop: Sequence[str]) -> StopStrings | None:
+    """A few words are prepared here and now, a long list in a thread."""
+    if not stop:
+        return None
+    return StopStrings(stop) if sum(map(len, stop)) <= FEW_STOP_CHARS else await asyncio.to_thread(StopStrings, stop)
 
 
 def _name_exchange(state: dict[str, Any], id: str) -> str:

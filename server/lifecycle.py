@@ -36,6 +36,7 @@ from server.settings import Settings
 logger = logging.getLogger("pagemill.server")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BACKLOG = 2048  # connections the kernel queues before they are accepted; it has a limit of its own (somaxconn)
 TICK_S = 0.25  # how often lag is measured
 STALL_TICKS = 4  # connections are looked at on every fourth of them
 ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed on by make, is one signal
@@ -158,7 +159,7 @@ class Lifecycle:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=settings.backlog,
+            backlog=BACKLOG,
             timeout_keep_alive=max(1, round(settings.keep_alive)),
             timeout_graceful_shutdown=round(FLUSH_S),
         )
@@ -223,7 +224,7 @@ def bind(settings: Settings) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
-        listener.listen(settings.backlog)  # now, so that two servers cannot both believe they have the port
+        listener.listen(BACKLOG)  # now, so that two servers cannot both believe they have the port
     except (OSError, TypeError, UnicodeError) as error:  # the latter two: no host name can look like that
         listener.close()
         reason = getattr(error, "strerror", None) or "the host name is not valid"

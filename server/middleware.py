@@ -25,10 +25,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.outputs import Phase
-from server.ignored import HEADER, header_value
+from server.ignored import HEADER, Names
 from server.logs import REQUEST_LOGGER, clean
 from server.metrics import Metrics
-from server.protocol.errors import ApiError, to_api_error
+from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
 from server.protocol.message_errors import speaks_messages
 
 logger = logging.getLogger(REQUEST_LOGGER)
@@ -41,7 +41,6 @@ NOT_READY = {
 }
 CLOSE = {"Connection": "close"}
 LINGER_S = 2.0  # how long the body of a refused request is taken
-CLIENT_CLOSED = 499  # what proxies log for a client that went away
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -94,7 +93,7 @@ class RequestContext:
         facts: dict[str, object] = {}
         arrival = time.monotonic()
         state: dict[str, Any] = scope.setdefault("state", {})
-        ignored: dict[str, None] = {}
+        ignored = Names()
         state |= {"request_id": request_id, "id_given": is_given, "arrival": arrival, "log": facts, "ignored": ignored}
         exchange = Exchange(send, request_id.encode(), ignored, also_as_request_id=speaks_messages(scope))
         state["exchange"] = exchange
@@ -141,9 +140,7 @@ class Exchange:
         "_id_headers", "_ignored", "_send", "bytes_sent", "complete", "failed", "request_id", "status", "streaming",
     )  # fmt: skip
 
-    def __init__(
-        self, send: Send, request_id: bytes, ignored: Collection[str] = (), *, also_as_request_id: bool = False
-    ) -> None:
+    def __init__(self, send: Send, request_id: bytes, ignored: Names, *, also_as_request_id: bool = False) -> None:
         self._send = send
         self._ignored = ignored
         self._id_headers = (b"x-request-id", b"request-id") if also_as_request_id else (b"x-request-id",)
@@ -166,7 +163,7 @@ class Exchange:
             self.streaming = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
             headers += [(name, self.request_id) for name in self._id_headers]
             if self._ignored:
-                headers.append((HEADER, header_value(self._ignored)))
+                headers.append((HEADER, self._ignored.header()))
             message = {**message, "headers": headers}
         await self._send(message)
 

@@ -115,7 +115,6 @@ class Settings(BaseSettings):
     max_body_size: Size = _setting(16 << 20, "Largest request body.", unit="bytes")
     max_header_size: Size = _setting(64 << 10, "Largest request head: request line and headers.", unit="bytes")
     max_connections: Positive = _setting(4096, "Open client connections; further ones are closed.")
-    backlog: Positive = _setting(2048, "Connections the kernel queues before they are accepted.")
     keep_alive: Seconds = _setting(30.0, "An idle connection is closed after this time.", unit="seconds")
     read_timeout: Seconds = _setting(
         60.0, "Time a client has to send a request's head, then its body.", unit="seconds"
@@ -152,7 +151,7 @@ class Settings(BaseSettings):
         MAX_STOP_CHARS, "All stop strings of one request together.", unit="characters"
     )
     max_prompts: Positive = _setting(1024, "Prompts in one completion request.")
-    max_messages: Positive = _setting(4096, "Messages, or input items, of one conversation.")
+    max_messages: Positive = _setting(4096, "Messages, or input items, of one conversation; parts of one message.")
     max_tools: Positive = _setting(1024, "Tools of one request.")
     max_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_CEILING)] = _setting(
         MAX_LOGPROBS, "Alternatives per token that a request may ask for."

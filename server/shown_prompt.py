@@ -24,13 +24,18 @@ class ShownPrompt:
         self.token_ids = token_ids
         self._tokenizer = tokenizer
         self._text = text if echo else ""
-        self._num_echoed = num_echoed if echo else None
+        self._num_alternatives = num_echoed if echo else None
         self._chunks: list[PromptLogprobs] = []
 
     @property
     def num_chars(self) -> int:
         """Characters that stand before the text of each choice."""
         return len(self._text)
+
+    @property
+    def num_echoed(self) -> int:
+        """Tokens whose logprobs go before each choice."""
+        return 0 if self._num_alternatives is None else len(self.token_ids)
 
     def take(self, chunks: Sequence[PromptLogprobs]) -> None:
         """Logprobs of further tokens, in order."""
@@ -47,12 +52,12 @@ class ShownPrompt:
                 yield chunk, index
 
     def _echoed(self) -> tuple[TokenEntry, ...]:
-        if self._num_echoed is None:
+        if self._num_alternatives is None:
             return ()
         offsets = token_offsets(self._tokenizer, self.token_ids, self._text)
         entries = [TokenEntry(self.token_ids[0], None, None, offsets[0])]
         for place, (chunk, index) in enumerate(self.logprobs(), start=1):
-            top = chunk.top(index, self._num_echoed)
+            top = chunk.top(index, self._num_alternatives)
             entries.append(TokenEntry(self.token_ids[place], chunk.logprobs[index], top, offsets[place]))
         return tuple(entries)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import FailFast
 
-from server.protocol.chat_messages import Message
+from server.protocol.chat_messages import FEW_PARTS, Message
 from server.protocol.chat_tools import Tool
 from server.protocol.common import GenerationRequest
 from server.protocol.errors import InvalidRequest
@@ -27,11 +27,12 @@ class ChatRequest(GenerationRequest):
         "audio", "function_call", "metadata", "prediction", "service_tier", "store", "verbosity", "web_search_options",
     }  # fmt: skip
 
-    messages: Annotated[list[Message], FailFast(), at_most("messages")]
+    messages: Annotated[list[Message], FailFast(), FEW_PARTS, at_most("messages")]
     max_completion_tokens: int | None = None
     best_of: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     tools: Annotated[list[Tool] | None, FailFast(), at_most("tools")] = None
     tool_choice: str | dict[str, Any] | None = None
@@ -65,6 +66,9 @@ class ChatRequest(GenerationRequest):
         self._check_not_offered()
         if self.best_of is not None and not self.use_beam_search:
             raise InvalidRequest("best_of needs use_beam_search to be true.", param="best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            told = "prompt_logprobs is not available when stream is true."
+            raise InvalidRequest(told, param="prompt_logprobs")
         for param in ("max_tokens", "max_completion_tokens"):
             limit = getattr(self, param)
             if limit is not None and limit < 1:

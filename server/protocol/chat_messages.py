@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from server.protocol.custom_input import CUSTOM_FIELD
-from server.protocol.fields import WireModel
-from server.protocol.parsing import at_most, short, wrong
+from server.protocol.fields import MAX_FIELDS, WireModel
+from server.protocol.parsing import at_most, limit_of, short, wrong
 from server.raw_json import raw_object
 
 MAX_CALLS = 1024  # in one message
+PARTS_PER_MESSAGE = 8  # at most, on average, in the longest conversation that is taken
 TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joins them
 
 
@@ -30,12 +31,14 @@ class TextPart(WireModel):
     text: str
 
 
-def _content(value: object) -> object:
+def _content(value: object, info: ValidationInfo) -> object:
     """A string, null or text parts -> a string, None or a tuple of TextPart."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple)):
         raise wrong(f"must be a string or an array of text parts, got {short(value)}.")
+    if len(value) > (most := limit_of(info, "messages")):
+        raise wrong(f"must have at most {most} parts, got {len(value)}.")
     return tuple(_part(part) for part in value)
 
 
@@ -50,10 +53,23 @@ def _part(part: object) -> TextPart:
     text = part.get(kind)
     if not isinstance(text, str):
         raise wrong("has a text part without a text string.")
+    if len(part) > MAX_FIELDS:
+        raise wrong(f"has a part with {len(part)} fields: at most {MAX_FIELDS} are read.")
     rest = {key: value for key, value in part.items() if key not in ("type", kind)}
     return TextPart(type="text", text=text, **rest)
 
 
+def _few_parts(value: object, info: ValidationInfo) -> object:
+    """For the list of messages: parts are counted in all messages before any is made."""
+    if isinstance(value, list):
+        contents = [message.get("content") for message in value if isinstance(message, dict)]
+        count = sum(len(content) for content in contents if isinstance(content, list))
+        if count > (most := PARTS_PER_MESSAGE * limit_of(info, "messages")):
+            raise wrong(f"must have at most {most} content parts in all, got {count}.")
+    return value
+
+
+FEW_PARTS = BeforeValidator(_few_parts)
 CONTENT_SCHEMA = WithJsonSchema({
     "anyOf": [
         {"type": "string"},

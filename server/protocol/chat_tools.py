@@ -6,7 +6,7 @@ its calls back. Tools that only OpenAI's own servers can run are dropped, and na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -128,8 +128,14 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
         forced=tuple(forced),
         parallel=parallel,
         custom=frozenset(name for name in names if known[name].type == "custom"),
-        ignored=tuple(dict.fromkeys(f"tools.{kind}" for kind in dropped)),
+        ignored=tuple(dict.fromkeys(f"tools.{kind}" for kind in [*dropped, *_unkept(known.values(), forced)])),
     )
+
+
+def _unkept(tools: Iterable[Tool], forced: Sequence[str]) -> list[str]:
+    """Only the calls that a request forces are held to the tool's schema."""
+    is_strict = any(tool.function is not None and tool.function.strict for tool in tools)
+    return ["strict"] if is_strict and not forced else []
 
 
 def _chosen(choice: ToolChoice, known: dict[str, Tool], dropped: list[str]) -> tuple[list[str], list[str]]:

@@ -14,7 +14,8 @@ from server.assemble import Usage
 from server.parsers.base import CallArguments, CallBegin, Content, Part, Reasoning
 from server.protocol.answers import NULL, Frame
 from server.protocol.conversation_writer import Choice, ConversationWriter, NewParser, joined
-from server.protocol.logprobs import chat_logprobs
+from server.protocol.logprobs import chat_logprobs, prompt_logprobs
+from server.shown_prompt import ShownPrompt
 
 KINDS = (("function", "arguments"), ("custom", "input"))
 _ROLE = b'{"role":"assistant","content":""}'
@@ -23,7 +24,8 @@ _ROLE = b'{"role":"assistant","content":""}'
 class ChatWriter(ConversationWriter):
     """reasoning_fields: the names under which thinking is told. custom_tools: names of tools whose calls are of type
     "custom", with free text where functions have arguments. prompt_ids: the prompt's tokens, where token ids are to be
-    told: these once, beside the choices, and each choice's own."""
+    told: these once, beside the choices, and each choice's own. prompt_logprobs: the prompt and how many alternatives
+    of each of its tokens are told beside the choices (plain answers only)."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class ChatWriter(ConversationWriter):
         reasoning_fields: Sequence[str] = ("reasoning_content",),
         custom_tools: Collection[str] = (),
         prompt_ids: Sequence[int] | None = None,
+        prompt_logprobs: tuple[ShownPrompt, int] | None = None,
     ) -> None:
         self._frame = Frame(
             "chat.completion", id_prefix="chatcmpl-", model=model, fingerprint=fingerprint, include_usage=include_usage
@@ -49,6 +52,7 @@ class ChatWriter(ConversationWriter):
         self._custom_calls: set[tuple[int, int]] = set()  # (choice, call)
         self._begun: set[int] = set()  # choices whose role was sent
         self._prompt_ids = prompt_ids
+        self._prompt_logprobs = prompt_logprobs
 
     def events(self, index: int, parts: Sequence[Part], piece: Piece) -> bytes:
         deltas = [self._delta(index, part) for part in (joined(parts) if len(parts) > 1 else parts)]
@@ -102,7 +106,11 @@ class ChatWriter(ConversationWriter):
         return self._frame.last_events(self.counted(usage))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        more = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        more: dict[str, Any] = {}
+        if self._prompt_ids is not None:
+            more["prompt_token_ids"] = list(self._prompt_ids)
+        if self._prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, *self._prompt_logprobs)
         return self._frame.answer([self._wire(choice) for choice in choices], usage, **more)
 
     def _wire(self, choice: Choice) -> dict[str, Any]:

@@ -19,11 +19,16 @@ from engine.sampling_params import (
 )
 from server.protocol.beam import SearchFields
 from server.protocol.errors import InvalidRequest
-from server.protocol.fields import WireModel
+from server.protocol.fields import Shape, WireModel
 from server.protocol.parsing import at_most, short, wrong
 
 MAX_CACHE_SALT_CHARS = 256
 MAX_CHOICES = 10_000  # of a structured output
+
+# response_format, in which `structured.py` reads what it needs; a description is for models that see the schema
+RESPONSE_FORMAT = Shape(
+    {"type": None, "json_schema": Shape(dict.fromkeys(("name", "schema", "strict")), frozenset({"description"}))}
+)
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
@@ -74,6 +79,15 @@ def _logit_bias(value: object) -> object:
     return tuple(pairs.items())
 
 
+def _salt(value: object) -> object:
+    if isinstance(value, str) and len(value) > MAX_CACHE_SALT_CHARS:
+        raise wrong(f"must have at most {MAX_CACHE_SALT_CHARS} characters, got {len(value)}.")
+    return value
+
+
+CacheSalt = Annotated[str | None, BeforeValidator(_salt), Field(json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARS})]
+
+
 def within(low: float, high: float | None = None) -> Any:
     """A field that may be absent. Its bounds stand in the description of the API; who checks them is
     SamplingParams."""
@@ -112,6 +126,8 @@ class GenerationRequest(SearchFields):
 
     hints: ClassVar = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
 
+    shapes: ClassVar = {"response_format": RESPONSE_FORMAT}
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -135,7 +151,7 @@ class GenerationRequest(SearchFields):
     logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None  # a schema, or its text
@@ -152,10 +168,6 @@ class GenerationRequest(SearchFields):
         self.check_search()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
-        if self.cache_salt is not None and len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise InvalidRequest(
-                f"cache_salt must have at most {MAX_CACHE_SALT_CHARS} characters.", param="cache_salt"
-            )
 
     def sampling_params(
         self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None

@@ -12,11 +12,13 @@ import numpy.typing as npt
 import orjson
 from pydantic import BeforeValidator
 
+from server.protocol.common import CacheSalt
 from server.protocol.completions import PROMPT_SCHEMA, read_prompts
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
 
 MAX_INPUTS = 2048  # OpenAI's
+MAX_NUMBERS = MAX_INPUTS * 4096  # of one answer: some 100 MB as JSON
 
 
 class EmbeddingRequest(WireModel):
@@ -36,7 +38,7 @@ class EmbeddingRequest(WireModel):
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt = None
 
     def check_dimensions(self, hidden_size: int, *, may_shorten: bool) -> None:
         """Raises InvalidRequest for a length that this model cannot give."""
@@ -52,16 +54,25 @@ class EmbeddingRequest(WireModel):
                 param="dimensions",
             )
 
+    def check_size(self, hidden_size: int) -> None:
+        """Raises InvalidRequest for more numbers than one answer may hold."""
+        length = self.dimensions or hidden_size
+        if len(self.input) * length > MAX_NUMBERS:
+            told = f"at most {MAX_NUMBERS // length} vectors of {length} numbers are given at once"
+            raise InvalidRequest(f"input has {len(self.input)} texts: {told}.", param="input")
+
     def answer(self, vectors: Sequence[bytes], *, model: str, num_prompt_tokens: int) -> bytes:
         """vectors: float32, little endian, as the engine pooled them; one per input."""
-        numbers = self._shaped(vectors)
-        rows: list[object] = list(numbers)
-        if self.encoding_format == "base64":
-            rows = [base64.b64encode(row.tobytes()).decode() for row in numbers]
-        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+        # row by row: as one call it would keep all other threads, and so the event loop, waiting for a second
+        data = [orjson.Fragment(self._row(index, row)) for index, row in enumerate(self._shaped(vectors))]
         usage = {"prompt_tokens": num_prompt_tokens, "total_tokens": num_prompt_tokens}
-        body = {"object": "list", "data": data, "model": model, "usage": usage}
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+
+    def _row(self, index: int, numbers: npt.NDArray[np.float32]) -> bytes:
+        as_text = self.encoding_format == "base64"
+        shown = base64.b64encode(numbers.tobytes()).decode() if as_text else numbers
+        row = {"object": "embedding", "index": index, "embedding": shown}
+        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _shaped(self, vectors: Sequence[bytes]) -> npt.NDArray[np.float32]:
         """[num_inputs, dimensions]: cut, then brought to length 1."""

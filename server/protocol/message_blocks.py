@@ -10,12 +10,16 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from server.protocol.errors import InvalidRequest
 from server.protocol.parsing import short
 
+MAX_BLOCKS = 4096  # in one message
+MAX_IGNORED = 1000  # names, or somewhat more
+MAX_IGNORED_CHARS = 64
 HELD = "thinking:"  # begins a signature that holds the thinking itself, where a client asked not to be shown it
 MEDIA = ("image", "document", "container_upload", "file")
 RAN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result")  # traces of Anthropic's own tools
@@ -43,7 +47,7 @@ def chat_messages(
         path = f"messages[{index}]"
         if not isinstance(message, dict):
             raise _wrong(path, f"must be an object, got {short(message)}")
-        ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
+        _note(ignored, "messages[].", message.keys() - {"role", "content"})
         match message.get("role"):
             case "user":
                 _add_user(chat, message, path, ignored)
@@ -125,14 +129,23 @@ def _blocks(content: object, path: str, ignored: Ignored) -> list[tuple[str, dic
         return [(path, {"type": "text", "text": content})]
     if not isinstance(content, list):
         raise _wrong(path, f"must be a string or an array of content blocks, got {short(content)}")
+    if len(content) > MAX_BLOCKS:
+        raise _wrong(path, f"must have at most {MAX_BLOCKS} content blocks, got {len(content)}")
     blocks = []
     for index, block in enumerate(content):
         where = f"{path}[{index}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise _wrong(where, "must be a content block, an object with a type")
-        ignored.update(name for name in block.keys() - READ if block[name] is not None)
+        if odd := block.keys() - READ:
+            _note(ignored, "", (name for name in odd if block[name] is not None))
         blocks.append((where, block))
     return blocks
+
+
+def _note(ignored: Ignored, place: str, names: Iterable[str]) -> None:
+    """Shortened, and not for ever: a client may think up a million."""
+    if len(ignored) < MAX_IGNORED:
+        ignored.update(place + name[:MAX_IGNORED_CHARS] for name in islice(names, MAX_IGNORED))
 
 
 def _text_part(block: dict[str, Any], where: str) -> dict[str, str]:
@@ -162,7 +175,7 @@ def _system_parts(content: object, path: str, ignored: Ignored) -> list[dict[str
         said = _string(block, "text", where)
         text = without_client_headers(said)
         if text != said:
-            ignored.add(said.lstrip().partition(":")[0].lower())
+            _note(ignored, "", [said.lstrip().partition(":")[0].lower()])
         if text:
             parts.append({"type": "text", "text": text})
     return parts

@@ -7,6 +7,7 @@ are finite, a bool is no number and a number is no string.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ from server.protocol.errors import InvalidRequest
 
 MAX_DEPTH = 128  # levels of JSON
 MAX_BRACKETS = 1 << 18  # opening ones, in texts too: each may be an object to make, and all of them hold up the loop
+
+MAX_NAMES = 1 << 18  # of fields, in texts too: an object with a million of them takes a second to read
+_TYPE = re.compile(r"(str|int|float|bool|dict|list|tuple)(\[.*\])?\Z")  # how pydantic calls the types of one field
+_NAME = re.compile(rb'"[ \t\r\n]*:')
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
@@ -69,6 +74,8 @@ def parse(body: bytes, kind: type[Wire], limits: Limits = Limits()) -> Wire:
     num_brackets = body.count(b"[") + body.count(b"{")
     if num_brackets > MAX_BRACKETS:
         raise InvalidRequest(f"The body has {num_brackets} opening brackets: at most {MAX_BRACKETS} are read.")
+    if body.count(b":") > MAX_NAMES and (num_names := sum(1 for _ in _NAME.finditer(body))) > MAX_NAMES:
+        raise InvalidRequest(f"The body has {num_names} fields: at most {MAX_NAMES} are read.")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -140,10 +147,11 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
             f"You must provide the parameter {param}.", param=param, code="missing_required_parameter"
         )
     if kind == "pagemill":
-        return InvalidRequest(f"{param} {details['msg']}", param=param)
+        return InvalidRequest(f"{param or 'The body'} {details['msg']}", param=param or None)
     # a field of several types brings an error for each, under a name of the type's
     place, given = details["loc"][:-1], details["input"]
-    members = [e["type"] for e in errors if e["loc"][:-1] == place and e["input"] is given and e["type"] in _WANTED]
+    same = [e for e in errors if e["loc"][:-1] == place and e["input"] is given and _TYPE.match(str(e["loc"][-1]))]
+    members = dict.fromkeys(e["type"] for e in same if e["type"] in _WANTED)
     if len(members) > 1:
         nouns = " or ".join(_WANTED[each].removeprefix("must be ") for each in members)
         param = path_of(place)

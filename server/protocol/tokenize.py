@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast
 
 from server.protocol.chat import ChatRequest
-from server.protocol.chat_messages import Message
+from server.protocol.chat_messages import FEW_PARTS, Message
 from server.protocol.chat_tools import Tool
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
@@ -28,7 +28,7 @@ class TokenizeRequest(WireModel):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    messages: Annotated[list[Message] | None, FailFast(), at_most("messages")] = None
+    messages: Annotated[list[Message] | None, FailFast(), FEW_PARTS, at_most("messages")] = None
     tools: Annotated[list[Tool] | None, FailFast(), at_most("tools")] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

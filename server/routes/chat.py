@@ -9,6 +9,7 @@ from server.front import front_of, read
 from server.openapi import takes
 from server.protocol.chat import ChatRequest
 from server.protocol.chat_writer import ChatWriter
+from server.shown_prompt import ShownPrompt
 
 REASONING_FIELDS = {
     "reasoning_content": ("reasoning_content",),
@@ -27,6 +28,9 @@ async def create_chat_completion(request: Request) -> Response:
     model = front.check_model(body.model)
     conversation = await prepare(front, body)
     front.ignored.note(request, conversation.ignored)
+    scored = None
+    if body.prompt_logprobs is not None:
+        scored = ShownPrompt(front.tokenizer, conversation.prompt, "", echo=False, num_echoed=None)
     writer = ChatWriter(
         front.tokenizer,
         model=model,
@@ -38,5 +42,10 @@ async def create_chat_completion(request: Request) -> Response:
         reasoning_fields=REASONING_FIELDS[front.settings.reasoning_field],
         custom_tools=conversation.custom_tools,
         prompt_ids=conversation.prompt if body.return_token_ids else None,
+        prompt_logprobs=None if scored is None else (scored, body.prompt_logprobs or 0),
     )
-    return await front.generate(request, body, [conversation.prompt], conversation.params, writer)
+    shown = [] if scored is None else [scored]
+    return await front.generate(
+        request, body, [conversation.prompt], conversation.params, writer, shown=shown,
+        new_stop_gate=conversation.new_stop_gate,
+    )  # fmt: skip

@@ -12,7 +12,6 @@ from server.front import Front, front_of, read
 from server.openapi import takes
 from server.protocol.completion_writer import CompletionWriter
 from server.protocol.completions import CompletionRequest
-from server.protocol.errors import InvalidRequest
 from server.shown_prompt import ShownPrompt
 
 router = APIRouter()
@@ -29,7 +28,9 @@ async def create_completion(request: Request) -> Response:
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=body.output_limit, logprobs=body.logprobs)
     params.check_vocabulary(front.info.vocab_size)
     prompts = await asyncio.to_thread(_encode, front, body)
-    _check_prompt_logprobs(front, body, prompts)
+    if (count := body.num_prompt_alternatives) is not None:
+        param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        front.check_prompt_logprobs(sum(map(len, prompts)), count, num_told=body.num_told, param=param)
     shown = await asyncio.to_thread(_show, front, body, prompts)
     writer = CompletionWriter(
         front.tokenizer,
@@ -54,18 +55,6 @@ def _encode(front: Front, body: CompletionRequest) -> list[Sequence[int]]:
     after = encoder.text(body.suffix, add_special_tokens=False, param="suffix")
     before = [encoder.text(p, add_special_tokens=False) if isinstance(p, str) else p for p in body.prompt]
     return encoder.prompts([tuple(middle.prompt(each, after)) for each in before], body.output_limit)
-
-
-def _check_prompt_logprobs(front: Front, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Before anything is computed: what the engine keeps and the answer spells out is bounded."""
-    count = body.num_prompt_alternatives
-    limit = front.settings.max_prompt_logprobs
-    if count is not None and (wanted := sum(map(len, prompts)) * (count + 1) * body.num_told) > limit:
-        raise InvalidRequest(
-            f"This request asks for {wanted} logprobs of prompt tokens, at most {limit} are allowed: send fewer "
-            "prompts or ask for fewer alternatives.",
-            param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
-        )
 
 
 def _show(front: Front, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[ShownPrompt]:

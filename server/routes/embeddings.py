@@ -16,8 +16,9 @@ from server.front import Front, front_of, read
 from server.observe import Observer
 from server.openapi import takes
 from server.protocol.embeddings import EmbeddingRequest
+from server.protocol.errors import CLIENT_CLOSED
+from server.sse import client_gone
 
-CLIENT_CLOSED = 499  # what proxies log for a client that went away
 INPUTS_AT_ONCE = 128  # handed to the engine together: a long list must not fill the queue for everybody
 TOKENS_AT_ONCE = 1 << 18
 RETRY_S = 0.05  # the rest of a request that has begun waits for room in the queue
@@ -33,6 +34,7 @@ async def create_embeddings(request: Request) -> Response:
     model = front.check_model(body.model)
     settings = front.settings
     body.check_dimensions(front.info.hidden_size, may_shorten=settings.embedding_dimensions)
+    body.check_size(front.info.hidden_size)
     params = SamplingParams(max_tokens=0, pooling=body.pooling or settings.embedding_pooling)
     add_special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(front.encoder.inputs, body.input, add_special_tokens=add_special)
@@ -63,7 +65,7 @@ class _Job:
     async def run(self, receive: Receive) -> list[bytes] | None:
         """One vector per prompt; None when the client left. Raises QueueFull, NotServing, ApiError."""
         work = asyncio.create_task(self._all())
-        watch = asyncio.create_task(_disconnect(receive))
+        watch = asyncio.create_task(client_gone(receive))
         failed = False
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,9 +136,3 @@ def _portions(lengths: Sequence[int]) -> list[tuple[int, int]]:
             start, num_tokens = index, 0
         num_tokens += length
     return [*portions, (start, len(lengths))]
-
-
-async def _disconnect(receive: Receive) -> None:
-    """Returns when the client has gone. The body was read before, so nothing else is awaited here."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -285,3 +285,32 @@ async def test_token_ids_of_prompt_and_choices() -> None:
         streamed = [t for c in events.choices(choice["index"]) for t in c.get("token_ids", ())]
         assert streamed == choice["token_ids"]
         assert TOKENIZER.decode(streamed) == "Hé"
+
+
+async def test_prompt_logprobs_stand_beside_the_choices() -> None:
+    engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+    body = {"messages": [{"role": "user", "content": "ab"}], "n": 2, "prompt_logprobs": 1}
+    async with client_of(engine, max_prompt_logprobs=100) as client:
+        answer = (await client.post(PATH, json=body)).json()
+        assert "prompt_logprobs" not in (await client.post(PATH, json=body | {"prompt_logprobs": None})).json()
+        for wrong in ({"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": 20}):
+            assert error_of(await client.post(PATH, json=body | wrong))["param"] == "prompt_logprobs"
+    prompt = engine.admitted[0].prompts[0]
+    assert engine.admitted[0].params.prompt_logprobs == 1
+    told = answer["prompt_logprobs"]
+    assert (told[0], len(told)) == (None, len(prompt))
+    for token_id, entry in zip(prompt[1:], told[1:], strict=True):
+        assert entry[str(token_id)]["decoded_token"] == TOKENIZER.token_bytes(token_id).decode()
+
+
+@pytest.mark.parametrize(
+    ("nums_parts", "param"),
+    [([5], "messages[0].content"), ([4] * 4, None), ([1, 4, 4], None), ([9, 9, 9, 9], "messages")],
+)
+async def test_content_parts_are_counted(nums_parts: list[int], param: str | None) -> None:
+    part = {"type": "text", "text": "a"}
+    messages = [{"role": "user", "content": [part] * count} for count in nums_parts]
+    engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
+    async with client_of(engine, max_messages=4) as client:
+        response = await client.post(PATH, json={"messages": messages})
+    assert (error_of(response)["param"] if param else response.status_code) == (param or 200)

@@ -219,3 +219,14 @@ async def test_openai_python(encoding: Any) -> None:
         vector = list(struct.unpack("<4f", base64.b64decode(vector)))
     assert vector == pytest.approx(unit(raw(5, 6)), abs=1e-6)
     assert answer.usage.prompt_tokens == 2
+
+
+async def test_the_salt_and_the_numbers_of_an_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.protocol.embeddings.MAX_NUMBERS", 11)
+    engine = engine_of()
+    assert error_of(await ask(engine, {"input": "a", "cache_salt": "s" * 257}))["param"] == "cache_salt"
+    error = error_of(await ask(engine, {"input": ["a"] * 3}))
+    assert (error["param"], "at most 2 vectors" in error["message"]) == ("input", True)
+    assert engine.admitted == []
+    assert (await ask(engine, {"input": ["a"] * 2, "cache_salt": "s" * 256})).status_code == 200
+    assert (await ask(engine, {"input": ["a"] * 3, "dimensions": 3}, embedding_dimensions=True)).status_code == 200

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.protocol import parsing
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import client_of, error_of
 
@@ -63,8 +64,65 @@ async def test_a_name_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_many_names_are_bounded() -> None:
     async with client_of(engine()) as client:
-        response = await client.post(CHAT, json={"messages": [USER]} | {f"f{k}" * 50: 1 for k in range(500)})
-    assert len(response.headers[HEADER]) < 3000
+        response = await client.post(CHAT, json={"messages": [USER]} | {f"f{k:03}" * 50: 1 for k in range(500)})
+    *shown, more = response.headers[HEADER].split(", ")
+    assert len(response.headers[HEADER]) < 1024
+    assert more == f"and {500 - len(shown)} more"
+    assert shown[0] == ("f000" * 50)[:64]
+
+
+@pytest.mark.parametrize("place", ["body", "message", "part", "tool"])
+async def test_an_object_has_so_many_fields(place: str) -> None:
+    odd = {f"f{k}": 1 for k in range(1025)}
+    part: dict[str, Any] = {"type": "text", "text": "a"}
+    message: dict[str, Any] = {"role": "user", "content": [part]}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+    body: dict[str, Any] = {"messages": [message], "tools": [tool]}
+    {"body": body, "message": message, "part": part, "tool": tool}[place].update(odd)
+    async with client_of(engine()) as client:
+        error = error_of(await client.post(CHAT, json=body))
+    assert "at most 1024" in error["message"]
+    params = {"body": None, "message": "messages[0]", "part": "messages[0].content", "tool": "tools[0]"}
+    assert error["param"] == params[place]
+
+
+async def test_names_are_counted_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "MAX_NAMES", 20)
+    text = USER | {"content": "12:34:56 " * 50}
+    async with client_of(engine()) as client:
+        assert (await client.post(CHAT, json={"messages": [text]})).status_code == 200
+        names = ",".join(f'"a{k}" \t:1' for k in range(30))
+        error = error_of(await client.post(CHAT, content='{"messages": [], "odd": {' + names + "}}"))
+    assert error["message"] == "The body has 32 fields: at most 20 are read."
+
+
+async def test_nameless_fields_leave_no_gap() -> None:
+    async with client_of(engine()) as client:
+        response = await client.post(CHAT, json={"messages": [USER], "": 1, "odd": 2})
+    assert response.headers[HEADER] == "?, odd"
+
+
+async def test_loose_objects_are_looked_into() -> None:
+    schema = {"name": "n", "schema": {"type": "object"}, "strict": True, "description": "d", "stict": False}
+    body = {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": schema, "odd": 1}}
+    names = "response_format.json_schema.description, response_format.json_schema.stict, response_format.odd"
+    async with client_of(engine()) as client:
+        assert (await client.post(CHAT, json=body)).headers[HEADER] == names
+    async with client_of(engine(), strict_fields=True) as client:
+        error = error_of(await client.post(CHAT, json=body))
+        assert error["param"] == "response_format.json_schema.stict"
+        assert 'Did you mean "strict"?' in error["message"]
+        del schema["stict"], body["response_format"]["odd"]  # type: ignore[attr-defined]
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
+
+async def test_a_strict_tool_that_is_not_forced_is_named() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    async with client_of(engine()) as client:
+        free = await client.post(CHAT, json={"messages": [USER], "tools": [tool]})
+        forced = await client.post(CHAT, json={"messages": [USER], "tools": [tool], "tool_choice": "required"})
+    assert free.headers[HEADER] == "tools.strict"
+    assert HEADER not in forced.headers
 
 
 @pytest.mark.parametrize(

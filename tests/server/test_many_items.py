@@ -52,3 +52,17 @@ def test_many_odd_items_cost_no_more_than_their_bytes(
         tracemalloc.stop()
     assert str(refused.value.param).startswith(param)
     assert peak < parsed + count * 60  # beside the parsed JSON a copy of one list, but no error for each item
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tool_choice": True}, "tool_choice must be a string or an object, got true."),
+        ({"n": True, "temperature": True}, "n must be an integer, got true."),
+        ({"messages": [MESSAGE | {"tool_calls": [0] * 40}]}, "messages[0].tool_calls[0] must be an object, got 0."),
+    ],
+)
+def test_a_field_of_several_types_is_told_once(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(orjson.dumps({"messages": [MESSAGE]} | fields), ChatRequest)
+    assert refused.value.message == told

@@ -185,9 +185,11 @@ async def test_metrics_count_what_usage_says() -> None:
     assert await client.metric('request_success_total{finished_reason="stop"}') == 4
 
 
-@pytest.mark.parametrize(("num_tokens", "beside"), [(10, False), (400, True)])
-async def test_a_long_plain_answer_with_logprobs_is_rendered_beside_the_event_loop(
-    num_tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_tokens", "logprobs", "beside"), [(10, 2, False), (400, 2, True), (400, None, False), (2100, None, True)]
+)
+async def test_a_long_plain_answer_is_rendered_beside_the_event_loop(
+    num_tokens: int, logprobs: int | None, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     render, threads = CompletionWriter.answer, []
 
@@ -196,10 +198,29 @@ async def test_a_long_plain_answer_with_logprobs_is_rendered_beside_the_event_lo
         return render(*arguments)
 
     monkeypatch.setattr(CompletionWriter, "answer", answer)
-    body = {"prompt": "a", "max_tokens": num_tokens, "logprobs": 2}
+    body = {"prompt": "a", "max_tokens": num_tokens, "logprobs": logprobs}
     client = Client(engine_saying("x" * num_tokens, pause_s=0), "/v1/completions", body)
-    await asyncio.wait_for(client.run(), 10)
+    await asyncio.wait_for(client.run(), 20)
     choice = json.loads(client.bodies[0])["choices"][0]
     assert choice["text"] == "x" * num_tokens
-    assert len(choice["logprobs"]["tokens"]) == num_tokens
+    assert logprobs is None or len(choice["logprobs"]["tokens"]) == num_tokens
     assert [thread is not threading.main_thread() for thread in threads] == [beside]
+
+
+@pytest.mark.parametrize(("num_echoed", "beside"), [(10, False), (100, True)])
+async def test_only_the_echo_of_a_long_prompt_is_rendered_beside_the_event_loop(
+    num_echoed: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, threads = CompletionWriter.event, []
+
+    def event(*arguments: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return render(*arguments)
+
+    monkeypatch.setattr(CompletionWriter, "event", event)
+    body = {"prompt": "p" * num_echoed, "max_tokens": 20, "logprobs": 0, "echo": True, "stream": True}
+    client = Client(engine_saying("abcdefghij" * 2), "/v1/completions", body)
+    await asyncio.wait_for(client.run(), 20)
+    assert Events(b"".join(client.bodies).decode()).text() == "p" * num_echoed + "abcdefghij" * 2
+    assert (threads[0] is not threading.main_thread()) == beside
+    assert threads[-1] is threading.main_thread()
