@@ -35,20 +35,29 @@ _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\??|.", re.DOTALL)
 
 def to_llguidance(structured: StructuredOutput) -> str:
     """The grammar as llguidance reads it. Raises ValueError with a sentence about the source."""
+    if structured.kind == "lark":
+        return _grammar(structured.source)
+    term, more = _form(structured)
+    if not structured.calls:
+        return _grammar(f"start: {term}{more}")
+    calls = structured.calls.removeprefix("start:")
+    return _grammar(f"start: answer | calls\nanswer: {term}{more}\ncalls:{calls}")
+
+
+def _form(structured: StructuredOutput) -> tuple[str, str]:
+    """(a term, further lines that it needs)."""
     match structured.kind:
         case "json":
-            return _schema(structured.source)
-        case "json_object":
-            return _grammar(_json_rule(_OBJECT))
+            return _schema(structured.source), ""
         case "regex":
             _check_pattern(structured.source)
-            return _grammar(f"start: /{_slashed(structured.source)}/")
+            return f"/{_slashed(structured.source)}/", ""
         case "choice":
             choices = dict.fromkeys(json.loads(structured.source))
             spelled = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-            return _grammar(f"start: CHOICE\nCHOICE: {spelled}")  # one lexeme, however many they are
-        case "lark":
-            return _grammar(structured.source)
+            return "CHOICE", f"\nCHOICE: {spelled}"  # one lexeme, however many they are
+        case _:
+            return _json_term(_OBJECT), ""
 
 
 def _grammar(lark: str) -> str:
@@ -56,8 +65,8 @@ def _grammar(lark: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f'{lark}\n%llguidance {{"no_forcing": true}}'}]})
 
 
-def _json_rule(schema: dict[str, Any]) -> str:
-    return "start: %json " + json.dumps(_bounded(schema))
+def _json_term(schema: dict[str, Any]) -> str:
+    return "%json " + json.dumps(_bounded(schema))
 
 
 def _schema(source: str) -> str:
@@ -70,7 +79,7 @@ def _schema(source: str) -> str:
     if not isinstance(schema, dict):
         raise ValueError("The schema must be an object.")
     _check_schema(schema)
-    return _grammar(_json_rule(schema))
+    return _json_term(schema)
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:

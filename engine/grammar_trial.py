@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ WALL_FACTOR = 10  # wall clock per CPU second: the process may have to wait for 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """complaint: the compiler's own words, or None. dead_end: it is about a text that could not go on, not about the
-    grammar as it stands. num_bytes: what the compiled grammar takes. exceeded: it had to be stopped."""
+    grammar as it stands. num_bytes: what the compiled grammar takes. exceeded: it came to its bound in time or memory;
+    False with nothing else said: somebody else ended it."""
 
     complaint: str | None = None
     dead_end: bool = False
     num_bytes: int = 0
-    exceeded: bool = False
+    exceeded: bool | None = None
 
 
 class Probe:
@@ -44,7 +46,15 @@ class Probe:
 
     def ask(self, source: str) -> Trial:
         """Raises QueueFull where the machine, not the grammar, is to blame: no process can be started, or it got no
-        time."""
+        time, or it was ended twice."""
+        for _ in range(2):
+            trial = self._ask(source)
+            if trial is not None and trial.exceeded is not False:
+                return trial
+        raise QueueFull("This grammar could not be tried. Please try again later.")
+
+    def _ask(self, source: str) -> Trial | None:
+        """None if the process has ended."""
         try:
             process = self._running()
             assert process.stdin is not None
@@ -61,7 +71,7 @@ class Probe:
             frame = grammar_probe.read_frame(process.stdout)
         if not frame:
             self.kill()
-            return Trial(exceeded=True)
+            return None
         return Trial(**json.loads(frame))
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -72,7 +82,11 @@ class Probe:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **_environment(),
+                    "RAYON_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
                 start_new_session=True,  # Ctrl-C is for the server
             )
             assert self._process.stdin is not None
@@ -83,12 +97,20 @@ class Probe:
         """End the process, if there is one. Safe from any thread."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the one that it has made
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # what it never read is still to be flushed
                         pipe.close()
+
+
+def _environment() -> dict[str, str]:
+    """What a Python needs to run; no keys and settings of the server."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith(("PATH", "LANG", "LC_", "LD_", "PYTHON"))
+    }
 
 
 def _readable(descriptor: int, timeout_s: float) -> bool:

@@ -89,7 +89,7 @@ class GrammarStore:
         return ready
 
     async def _compiled(self, structured: StructuredOutput) -> Grammar:
-        size = len(structured.source.encode(errors="replace"))
+        size = len((structured.source + structured.calls).encode(errors="replace"))
         if size > self.config.max_grammar_bytes:
             limits = f"at most {self.config.max_grammar_bytes} are allowed"
             raise InvalidParameter(structured.param, f"{structured.param} has {size} bytes; {limits}.")
@@ -113,6 +113,7 @@ class GrammarStore:
         if future.cancelled() or future.exception() is not None:
             return
         grammar = future.result()
+        grammar.num_bytes = max(grammar.num_bytes, 2 * len(structured.source))  # it is the key too
         if (spent := self._grammars.pop(structured, None)) is not None:
             grammar.num_users = spent.num_users
             self._num_bytes -= spent.num_bytes

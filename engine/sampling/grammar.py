@@ -51,7 +51,6 @@ class GrammarRow:
         "_num_gap",
         "_store",
         "matcher",
-        "num_gap",
         "num_seen",
         "phase",
     )

@@ -248,9 +248,9 @@ def test_a_grammar_that_fails_at_run_time_fails_alone(harness: Harness) -> None:
     assert harness.loop.run_until_complete(harness.engine.compile(bomb)) is False  # its limits are shared: anew
 
 
-def test_in_process_too_the_request_is_at_fault(folder: Path) -> None:
+def test_in_process_too_the_request_is_at_fault(folder: Path, harness: Harness) -> None:
     with LLM(str(folder), dtype="float32", max_model_len=512, memory_bytes=16 << 20) as llm:
-        eos = llm.tokenizer.eos_token_ids[0]
+        eos = harness.engine.model_info.eos_token_ids[0]
         params = replace(HOT, structured=BOMB, seed=3, max_tokens=400, logit_bias=((eos, -100.0),))
         with pytest.raises(RequestAtFault, match="too complex") as caught:
             llm.generate([PROMPT], params, use_tqdm=False)

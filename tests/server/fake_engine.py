@@ -112,6 +112,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.logprob_of: Callable[[int], float] = lambda choice: -0.5  # of a choice's tokens
         self.fail_after: int | None = None  # deliveries, then every sequence ends with an error
+        self.fault_of: str | None = None  # the field that is then to blame
         self.admitted: list[Admitted] = []
         self.compiled: list[StructuredOutput] = []
         self.finished: list[tuple[int, int]] = []
@@ -217,7 +218,12 @@ class FakeEngine:
                     await asyncio.sleep(0)
         while left and not stream.ended:
             if self.fail_after is not None and deliveries >= self.fail_after:
-                stream.fail("secret detail of the inside")
+                if self.fault_of is None:
+                    stream.fail("secret detail of the inside")
+                    return
+                told = f"{self.fault_of} failed: it is too complex."
+                ends = [SequenceOutput(*k, finish_reason="error", error=told, error_param=self.fault_of) for k in left]
+                stream.put(tuple(ends))
                 return
             keys = [key for key in left if self.splits is None or self.splits.random() < 0.7]
             outputs = [self._output(key, left, params) for key in keys]

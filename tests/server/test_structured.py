@@ -145,3 +145,38 @@ async def test_the_form_reaches_the_engine_compiled_first() -> None:
     assert [admitted.params.structured for admitted in engine.admitted] == engine.compiled
     assert "pagemill_grammar_cache_hits_total 1.0" in metrics
     assert "pagemill_grammar_compile_seconds_count 1.0" in metrics
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", {"prompt": "x"}, "guided_regex"),
+        ("/v1/chat/completions", CHAT, "guided_regex"),
+        ("/v1/responses", {"input": "x"}, "text.format.schema"),
+        ("/v1/messages", CHAT | {"max_tokens": 9}, None),
+    ],
+)
+async def test_a_form_that_fails_half_way_is_the_clients_fault(
+    path: str, body: dict[str, Any], told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain a 400 that names the field; in a stream an error event of the same type. None is an error of ours."""
+    engine = FakeEngine(says("a long answer", TOKENIZER), tokenizer=TOKENIZER)
+    engine.fail_after = 2
+    engine.fault_of = "response_format.json_schema.schema" if path == "/v1/responses" else "guided_regex"
+    async with client_of(engine) as client:
+        refused = await client.post(path, json=body)
+        streamed = await client.post(path, json=body | {"stream": True})
+        metrics = (await client.get("/metrics")).text
+    plain = refused.json()["error"]
+    assert refused.status_code == 400
+    assert plain["type"] == "invalid_request_error"
+    assert plain.get("param") == told
+    assert "too complex" in plain["message"]
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    error = next(event["error"] for event in events if "error" in event)
+    assert (error["type"], error["message"], error.get("param")) == (plain["type"], plain["message"], told)
+    assert 'errors_total{code="400"} 2.0' in metrics
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
