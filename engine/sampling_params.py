@@ -46,11 +46,13 @@ class StructuredOutput:
 
     source by kind: json: a JSON schema; json_object: empty; regex: the pattern; choice: a JSON list of strings;
     lark: a Lark grammar in llguidance's dialect.
-    param: the wire name of the field it came from, for complaints; two equal forms may come from different fields."""
+    param: the wire name of the field it came from, for complaints; two equal forms may come from different fields.
+    calls: a Lark grammar as well: the text matches this or the form, which then is no Lark grammar itself."""
 
     kind: Literal["json", "json_object", "regex", "choice", "lark"]
     source: str = ""
     param: str = field(default="structured_outputs", compare=False)
+    calls: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,9 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger("pagemill.engine")
 
 NUM_WORKERS = 2
+QUICK_S = 0.25  # CPU time within which a grammar compiles; costlier ones have one worker and a queue of their own
 MAX_QUEUED = 64  # compilations that wait or run
+MAX_SLOW = 8  # of those, costly ones
 MAX_CACHED = 1024  # grammars and refusals, whatever their size
 MIN_BYTES = 64 << 10  # what the smallest grammar is taken to occupy
 
@@ -66,6 +68,8 @@ class GrammarStore:
         self._num_bytes = 0
         self._pending: dict[StructuredOutput, asyncio.Future[Grammar]] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._slow_pool: ThreadPoolExecutor | None = None
+        self._num_slow = 0
         self._workers = threading.local()
         self._probes: list[Probe] = []
         self._closed = False
@@ -99,13 +103,29 @@ class GrammarStore:
                 raise QueueFull("Too many grammars are being compiled. Please try again later.")
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_WORKERS, "pagemill-grammar")
-            loop = asyncio.get_running_loop()
-            pending = loop.run_in_executor(self._pool, self._work, structured)
+                self._slow_pool = ThreadPoolExecutor(1, "pagemill-slow-grammar")
+            pending = asyncio.ensure_future(self._tried(structured))
             self._pending[structured] = pending
             pending.add_done_callback(lambda future: self._arrived(structured, future))
         grammar = await asyncio.shield(pending)  # a client that leaves takes nothing from those who wait for the same
         if not grammar.error and structured not in self._grammars:
             raise QueueFull("Too many grammars are in use. Please try again later.")
+        return grammar
+
+    async def _tried(self, structured: StructuredOutput) -> Grammar:
+        """In the quick lane first: those that need longer wait for each other only."""
+        loop, limit_s = asyncio.get_running_loop(), self.config.compile_timeout_s
+        grammar = await loop.run_in_executor(self._pool, self._work, structured, min(QUICK_S, limit_s))
+        if grammar is not None:
+            return grammar
+        if self._num_slow >= MAX_SLOW:
+            raise QueueFull("Too many costly grammars are being compiled. Please try again later.")
+        self._num_slow += 1
+        try:
+            grammar = await loop.run_in_executor(self._slow_pool, self._work, structured, limit_s)
+        finally:
+            self._num_slow -= 1
+        assert grammar is not None
         return grammar
 
     def _arrived(self, structured: StructuredOutput, future: asyncio.Future[Grammar]) -> None:
@@ -139,23 +159,27 @@ class GrammarStore:
     def close(self) -> None:
         """End the processes; what is being compiled is refused."""
         self._closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_pool):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
         for probe in self._probes:
             probe.kill()
 
     # -- in a worker thread
 
-    def _work(self, structured: StructuredOutput) -> Grammar:
+    def _work(self, structured: StructuredOutput, cpu_s: float) -> Grammar | None:
+        """None if it takes more than `cpu_s` and may take more."""
         started = time.monotonic()
         try:
             source = to_llguidance(structured)
         except ValueError as error:
             return Grammar(error=going_on(str(error)))
-        trial = self._probe().ask(source)
+        trial = self._probe().ask(source, cpu_s)
         if self._closed:
             raise NotServing("The server is shutting down.")
         if trial.exceeded:
+            if cpu_s < self.config.compile_timeout_s:
+                return None
             limit = f"{self.config.compile_timeout_s:g} seconds"
             return Grammar(error=f"it takes more than {limit} or too much memory to compile.")
         num_lines = structured.source.count("\n") + 1 if structured.kind == "lark" else 0

@@ -24,8 +24,11 @@ def one_of(texts: Iterable[str]) -> str:
 
 
 def json_term(schema: Mapping[str, Any]) -> str:
-    """A JSON value of `schema` as a term."""
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_STYLE})
+    """A JSON value of `schema` as a term. The schema's own options for the compiler stay, but for white space."""
+    options = schema.get("x-guidance")
+    options = options if isinstance(options, dict) else {}
+    kept = {key: value for key, value in options.items() if key != "whitespace_pattern"}
+    return "%json " + json.dumps({**schema, "x-guidance": kept | JSON_STYLE})
 
 
 class Spelling:
