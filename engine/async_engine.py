@@ -168,7 +168,7 @@ class AsyncEngine:
             raise NotServing(f"The engine is {self._phase.value}.")
         grammars = self._loaded.grammars
         if grammars is None:
-            raise InvalidParameter(structured.param, f"{structured.param}: this engine holds no text to a form.")
+            raise _no_forms(structured)
         return await grammars.compile(structured)
 
     def generate(
@@ -217,6 +217,8 @@ class AsyncEngine:
     def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         info = self.model_info
         params.check_vocabulary(info.vocab_size)
+        if params.structured is not None and self._loaded.grammars is None:
+            raise _no_forms(params.structured)
         if params.structured is not None and params.beam is not None:
             param = params.structured.param
             raise InvalidParameter(param, f"{param} cannot be combined with beam search.")
@@ -329,3 +331,7 @@ class AsyncEngine:
 
 
 __all__ = ["AsyncEngine", "EngineError", "GenerationStream", "Plan", "SequenceOutput", "plan"]
+
+
+def _no_forms(structured: StructuredOutput) -> InvalidParameter:
+    return InvalidParameter(structured.param, f"{structured.param}: this engine holds no text to a form.")

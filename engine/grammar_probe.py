@@ -2,8 +2,8 @@
 and nothing in a thread can be stopped; a process can.
 
 It is run as a script and knows nothing of the engine. Messages are frames on standard input and output: the length as
-four bytes, little endian, then JSON. The first frame describes the vocabulary, each further one is a grammar and is
-answered by the fields of `grammar_trial.Trial`.
+four bytes, little endian, then JSON. The first frame describes the vocabulary, each further one is a grammar with its
+CPU seconds {"grammar", "cpu_s"} and is answered by the fields of `grammar_trial.Trial`.
 
 A grammar that compiles may still meet llguidance's limits once a text is made, or a place where nothing can follow. So
 some texts are begun, of tokens drawn by lot among those allowed, as a model at a high temperature would.
@@ -149,8 +149,26 @@ def _draw(mask: bytes, vocabulary: Vocabulary, lots: random.Random) -> int | Non
     return None
 
 
+def _try_apart(tokenizer: Any, vocabulary: Vocabulary, grammar: str, cpu_s: float) -> dict[str, Any]:
+    """In a process whose heap no other grammar has used, so that what this one takes can be told."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the process ends, whatever it is doing
+        with open(writing, "wb") as sink:
+            sink.write(json.dumps(_try(tokenizer, vocabulary, grammar, WALK_SHARE * cpu_s)).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as source:
+        answer = source.read()
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return dict(json.loads(answer))
+    return {"exceeded": os.waitstatus_to_exitcode(status) != -signal.SIGKILL}
+
+
 def main() -> None:
-    """Serve frames until standard input ends. argv: CPU seconds per grammar, bytes of memory for all."""
+    """Serve frames until standard input ends. argv: CPU seconds for its own start, bytes of memory."""
     cpu_s, memory = float(sys.argv[1]), int(sys.argv[2])
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
@@ -164,20 +182,16 @@ def main() -> None:
     vocabulary = Vocabulary(tokens, described["special_token_ids"], described["eos_token_ids"])
     tokenizer = new_tokenizer(vocabulary)
     simple = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
-    _try(tokenizer, vocabulary, simple, WALK_SHARE * cpu_s)  # what is made once is not counted
+    _try(tokenizer, vocabulary, simple, cpu_s)  # what is made once is not counted
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    base = _try_apart(tokenizer, vocabulary, simple, cpu_s).get("num_bytes", 0)  # of the new process itself
     while (frame := read_frame(source)) is not None:
-        child = os.fork()  # a heap that no other grammar has used, so that what it takes can be told
-        if child == 0:
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the process ends, whatever it is doing
-            answer = _try(tokenizer, vocabulary, frame.decode(), WALK_SHARE * cpu_s)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            write_frame(sink, json.dumps(answer).encode())
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status != 0:
-            write_frame(sink, json.dumps({"exceeded": os.waitstatus_to_exitcode(status) != -signal.SIGKILL}).encode())
+        asked = json.loads(frame)
+        answer = _try_apart(tokenizer, vocabulary, asked["grammar"], asked["cpu_s"])
+        if "num_bytes" in answer:
+            answer["num_bytes"] = max(0, answer["num_bytes"] - base)
+        write_frame(sink, json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -44,16 +44,16 @@ class Probe:
         ).encode()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, source: str) -> Trial:
+    def ask(self, source: str, cpu_s: float) -> Trial:
         """Raises QueueFull where the machine, not the grammar, is to blame: no process can be started, or it got no
         time, or it was ended twice."""
         for _ in range(2):
-            trial = self._ask(source)
+            trial = self._ask(source, cpu_s)
             if trial is not None and trial.exceeded is not False:
                 return trial
         raise QueueFull("This grammar could not be tried. Please try again later.")
 
-    def _ask(self, source: str) -> Trial | None:
+    def _ask(self, source: str, cpu_s: float) -> Trial | None:
         """None if the process has ended."""
         try:
             process = self._running()
@@ -64,7 +64,8 @@ class Probe:
             raise QueueFull("No process can be started for this grammar. Please try again later.") from error
         frame = None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or `close` has ended it
-            grammar_probe.write_frame(process.stdin, source.encode())
+            asked = {"grammar": source, "cpu_s": cpu_s}
+            grammar_probe.write_frame(process.stdin, json.dumps(asked).encode())
             if not _readable(process.stdout.fileno(), WALL_FACTOR * self._cpu_s):
                 self.kill()
                 raise QueueFull("This grammar waited too long for a processor. Please try again later.")

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from engine.grammar_complaints import fault_of_the_grammar
 from engine.sampling.logits import RowContext
 from engine.sampling_params import ReasoningMarks, SamplingParams
 from engine.structured import GrammarStore
-
-if TYPE_CHECKING:
-    from llguidance import LLExecutor
 
 logger = logging.getLogger("pagemill.engine")
 
@@ -151,7 +148,7 @@ class GrammarRows:
         self._store = store
         self._rows: list[GrammarRow | None] = [None] * num_rows
         self._masks: np.ndarray[Any, np.dtype[np.int32]] | None = None  # [num_rows, words]
-        self._executor: LLExecutor | None = None
+        self._executor: Any = None  # llguidance's, which comes with the second row
 
     def clear(self, row: int) -> None:
         """The row is free, or another sequence has it from now on."""

@@ -112,7 +112,7 @@ async def test_a_row_rebuilt_from_its_tokens_is_the_same(store: GrammarStore) ->
 
 def take_a_megabyte_each(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Probe.ask
-    monkeypatch.setattr(Probe, "ask", lambda probe, source: replace(ask(probe, source), num_bytes=1 << 20))
+    monkeypatch.setattr(Probe, "ask", lambda probe, *asked: replace(ask(probe, *asked), num_bytes=1 << 20))
 
 
 async def test_grammars_in_use_stay_and_others_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +305,48 @@ async def test_complaints_about_schemas_are_sentences(store: GrammarStore, schem
 
 async def test_what_would_fail_soon_is_refused_before(store: GrammarStore) -> None:
     assert "too complex" in await told(store, "regex", "((a{1,100}){1,100}){1,100}")
+
+
+def costly(number: int) -> StructuredOutput:
+    return StructuredOutput("json", json.dumps({"type": "integer", "multipleOf": number}))
+
+
+async def test_costly_grammars_hold_up_nobody_else() -> None:
+    store = store_of()
+    hostile = [asyncio.create_task(store.compile(costly(999_983 + i))) for i in range(12)]
+    await asyncio.sleep(0)
+    assert await store.compile(YES) is False
+    assert any(not task.done() for task in hostile)
+    refused = list(asyncio.as_completed(hostile))
+    full = 0
+    while not full:  # 12 do not fit in a queue of 8
+        try:
+            await refused.pop(0)
+        except QueueFull:
+            full += 1
+        except InvalidParameter:
+            pass
+    assert await store.compile(StructuredOutput("choice", '["b"]')) is False
+    store.close()
+    await asyncio.gather(*hostile, return_exceptions=True)
+
+
+async def test_each_grammar_counts_what_it_takes() -> None:
+    """Also where those before it have left room behind."""
+    store = store_of()
+    for number in (9991, 9993, 9995):
+        await store.compile(costly(number))
+    await store.compile(YES)
+    assert all(store._grammars[costly(number)].num_bytes > 2 << 20 for number in (9991, 9993, 9995))
+    assert store._grammars[YES].num_bytes < 1 << 20
+    store.close()
+
+
+async def test_the_process_that_was_ended_by_others_is_replaced(store: GrammarStore) -> None:
+    for probe in store._probes:
+        assert probe._process is not None
+        probe._process.kill()
+    assert await store.compile(StructuredOutput("choice", '["b"]')) is False
 
 
 async def test_closing_ends_the_processes() -> None:
