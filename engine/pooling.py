@@ -38,9 +38,9 @@ class Pooler:
         if new.params.pooling is not None:
             self._rows[new.row] = _PooledRow(new.params.pooling, new.num_prompt_tokens)
 
-    def is_asked(self, batch: ScheduledBatch) -> bool:
-        """True if a row of the batch is pooled: then its hidden states are needed."""
-        return bool(self._rows) and any(row.row in self._rows for row in batch.rows)
+    def asking(self, batch: ScheduledBatch) -> list[int]:
+        """Indexes into batch.rows of those that are pooled: their hidden states are needed."""
+        return [index for index, row in enumerate(batch.rows) if row.row in self._rows] if self._rows else []
 
     def pool(self, batch: ScheduledBatch, hidden_states: Tensor) -> dict[int, RowOutput]:
         """hidden_states: [batch.num_tokens, hidden_size], in the order of batch.rows. By index into batch.rows the

@@ -22,6 +22,9 @@ from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.sampling_params import SamplingParams
 from engine.structured import GrammarStore
 
+NO_PROMPT_LOGPROBS = RowOutput(error="This model cannot tell logprobs of its prompt.", error_param="prompt_logprobs")
+NO_EMBEDDINGS = RowOutput(error="This model cannot make embeddings.", error_param="model")
+
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
@@ -81,8 +84,12 @@ class ModelRunner:
     def _compute(self, batch: ScheduledBatch, forward: ForwardBatch) -> tuple[Tensor, dict[int, RowOutput]]:
         """Logits [num_logits, vocab] float32 to sample from, and by index into batch.rows what was told of prompts."""
         inputs = forward.input_ids, forward.positions, forward.metadata
-        if not forward.scored and not self.pooler.is_asked(batch):
+        if not forward.scored and not self.pooler.asking(batch):
             return self.backbone.forward(*inputs, forward.logits_indices), {}
+        if not self.backbone.tells_hidden_states:
+            refused = {index: NO_PROMPT_LOGPROBS for index, _ in forward.scored}
+            refused |= dict.fromkeys(self.pooler.asking(batch), NO_EMBEDDINGS)
+            return self.backbone.forward(*inputs, forward.logits_indices), refused
         hidden_states = self.backbone.hidden_states(*inputs)  # logits of a whole prompt would be too large
         scores = self.pooler.pool(batch, hidden_states)
         for index, flat in forward.scored:

@@ -17,12 +17,16 @@ from engine.attention.base import AttentionMetadata, PagedLayer
 
 
 class Computation(Protocol):
-    """layers: one per attention call of a forward, in call order."""
+    """layers: one per attention call of a forward, in call order. tells_hidden_states: False if the model cannot be
+    cut into two halves, so that `hidden_states` and `logits` must not be called."""
 
     layers: tuple[PagedLayer, ...]
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+
+    @property
+    def tells_hidden_states(self) -> bool: ...
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: positions [0, num_positions) may occur."""
@@ -44,7 +48,8 @@ class Computation(Protocol):
 class Backbone:
     """`forward` is not reentrant; one engine thread calls it.
 
-    layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours."""
+    layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours.
+    tells_hidden_states: False for a rare model that only knows `forward`."""
 
     def __init__(self, model: Computation, *, batch_invariant: bool, num_parameters: int) -> None:
         self.model = model
@@ -52,6 +57,7 @@ class Backbone:
         self.vocab_size = model.vocab_size
         self.hidden_size = model.hidden_size
         self.dtype = model.dtype
+        self.tells_hidden_states = model.tells_hidden_states
         self.num_parameters = num_parameters
         self.batch_invariant = batch_invariant
 

@@ -225,6 +225,8 @@ class _Layer:
 class FusedModel:
     """A recipe with its weights: what `Backbone` computes with."""
 
+    tells_hidden_states = True
+
     def __init__(
         self, recipe: FusedRecipe, tensors: Mapping[str, Tensor], backend: AttentionBackend, max_positions: int
     ) -> None:

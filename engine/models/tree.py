@@ -6,6 +6,7 @@ itself.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any, cast
 
@@ -32,7 +33,9 @@ class TreeModel:
         self.hidden_size = int(tree.config.hidden_size)
         self.dtype: torch.dtype = tree.get_input_embeddings().weight.dtype
         self._keeps_logits = "logits_to_keep" in inspect.signature(tree.forward).parameters
-        self._body_name = _body_name(tree)
+        self._body = _body(tree)
+        self._head = None if self._body is None else _without_body(tree, self._body)
+        self.tells_hidden_states = self._body is not None
         self._tables = tuple(module for module in tree.modules() if isinstance(module, RopeTable))
         self._calls, self.layers = _attach(tree, backend)
 
@@ -58,40 +61,45 @@ class TreeModel:
         """See Backbone.hidden_states."""
         for calls in self._calls:
             calls.restart()
-        body = getattr(self.tree, self._body_name)
-        output = body(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+        assert self._body is not None
+        output = self._body(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return cast(Tensor, output[0])[0]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """See Backbone.logits. The tree's own forward, for what it does around its head (scales, caps)."""
+        assert self._head is not None
         if not len(hidden_states):
             return hidden_states.new_empty((0, self.vocab_size), dtype=torch.float32)
-        body = getattr(self.tree, self._body_name)
-        setattr(self.tree, self._body_name, _Given(hidden_states.unsqueeze(0)))
-        try:
-            output = self.tree(input_ids=torch.zeros(1, len(hidden_states), dtype=torch.int64), use_cache=False)
-        finally:
-            setattr(self.tree, self._body_name, body)
+        output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)
         return cast(Tensor, output.logits)[0].float()
 
 
-def _body_name(tree: Any) -> str:
-    """The child that makes the hidden states. Raises StartError without one."""
-    names = [name for name, child in tree.named_children() if isinstance(child, PreTrainedModel)]
-    if len(names) != 1:
-        raise StartError(f"Model type {tree.config.model_type!r} has no body apart from its head.")
-    return str(names[0])
+def _body(tree: Any) -> nn.Module | None:
+    """The child that makes the hidden states: the one that transformers names, or the only model among them."""
+    children = dict(tree.named_children())
+    if tree.base_model_prefix in children:
+        return cast(nn.Module, children[tree.base_model_prefix])
+    models = [child for child in children.values() if isinstance(child, PreTrainedModel)]
+    return models[0] if len(models) == 1 else None
 
 
-class _Given(nn.Module):
+def _without_body(tree: Any, body: nn.Module) -> Any:
+    """A tree of the same modules whose body hands on, as hidden states, what its forward gets as `inputs_embeds`."""
+    stub = _HandsOn(inspect.signature(body.forward))
+    head = copy.copy(tree)
+    head._modules = {name: stub if child is body else child for name, child in tree.named_children()}
+    return head
+
+
+class _HandsOn(nn.Module):
     """Stands for a tree's body whose hidden states [1, num_rows, hidden_size] are known."""
 
-    def __init__(self, hidden_states: Tensor) -> None:
+    def __init__(self, signature: inspect.Signature) -> None:
         super().__init__()
-        self._output = _GivenOutput(hidden_states)
+        self._signature = signature
 
     def forward(self, *args: Any, **kwargs: Any) -> _GivenOutput:
-        return self._output
+        return _GivenOutput(self._signature.bind(*args, **kwargs).arguments["inputs_embeds"])
 
 
 class _GivenOutput:

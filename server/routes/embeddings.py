@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive
 
-from engine.outputs import QueueFull, RequestFailed
+from engine.outputs import QueueFull, RequestAtFault, RequestFailed
 from engine.sampling_params import SamplingParams
 from server.engine_port import Generation
 from server.front import Front, front_of, read
@@ -96,6 +96,8 @@ class _Job:
             async for outputs in stream:
                 for output in outputs:
                     if output.finish_reason in ("error", "abort"):
+                        if output.error_param is not None:
+                            raise RequestAtFault(output.error_param, output.error or "")
                         raise RequestFailed(output.error or "The request was aborted.")
                     if output.embedding is not None:
                         found[output.prompt_index] = output.embedding
