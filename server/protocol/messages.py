@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, FailFast
 from engine.sampling_params import MAX_STOP_STRINGS
 from server.protocol.chat import ChatRequest
 from server.protocol.errors import InvalidRequest
-from server.protocol.fields import WireModel
+from server.protocol.fields import Shape, WireModel
 from server.protocol.message_blocks import Ignored, chat_messages
 from server.protocol.message_tools import client_tool
 from server.protocol.parsing import at_most, check_fields, short, wrong
@@ -24,6 +24,7 @@ SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt", "chat_template_kwargs",
 )  # fmt: skip
+FORMAT = Shape(dict.fromkeys(("type", "schema")), frozenset({"name", "description", "strict"}))
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -86,6 +87,8 @@ class Thinking(WireModel):
 
 
 class OutputConfig(WireModel):
+    shapes: ClassVar = {"format": FORMAT}
+
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: dict[str, Any] | None = None
 
@@ -97,6 +100,8 @@ class MessagesRequest(WireModel):
         "metadata", "service_tier", "cache_control", "container", "context_management", "mcp_servers", "inference_geo",
         "speed", "diagnostics", "user_profile_id", "workspace_id", "betas",
     })  # fmt: skip
+
+    shapes: ClassVar = {"output_format": FORMAT}
 
     messages: Annotated[list[Any], at_most("messages")]
     system: Any = None

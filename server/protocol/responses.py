@@ -16,7 +16,7 @@ from pydantic import FailFast
 from server.protocol.chat import ChatRequest
 from server.protocol.common import GenerationRequest, StreamOptions
 from server.protocol.errors import ApiError, InvalidRequest
-from server.protocol.fields import WireModel
+from server.protocol.fields import Shape, WireModel
 from server.protocol.parsing import at_most, check_fields, short
 from server.protocol.response_items import Item, to_messages
 from server.protocol.response_tools import Tools
@@ -62,6 +62,9 @@ class ReasoningOptions(WireModel):
 
 class TextOptions(WireModel):
     hints: ClassVar = frozenset({"verbosity"})
+    shapes: ClassVar = {
+        "format": Shape(dict.fromkeys(("type", "name", "schema", "strict")), frozenset({"description"}))
+    }
 
     format: dict[str, Any] | None = None
 

@@ -116,6 +116,23 @@ async def test_loose_objects_are_looked_into() -> None:
         assert (await client.post(CHAT, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "scheme": 1}}}, "text.format.scheme"),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5, "output_config": {
+            "format": {"type": "json_schema", "schema": {}, "scheme": 1}}}, "output_config.format.scheme"),
+    ],
+)  # fmt: skip
+async def test_the_formats_of_other_dialects_are_looked_into(path: str, body: Any, field: str) -> None:
+    async with client_of(engine()) as client:
+        assert (await client.post(path, json=body)).headers[HEADER] == field
+    async with client_of(engine(), strict_fields=True) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 400
+    assert f'Unknown parameter: "{field}". Did you mean "schema"?' in response.text.replace("\\", "")
+
+
 async def test_a_strict_tool_that_is_not_forced_is_named() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     async with client_of(engine()) as client:
