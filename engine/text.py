@@ -78,7 +78,7 @@ class Assembler:
         self._min_tokens = params.min_tokens
         self._logprobs = params.logprobs is not None
         self._num_chars = num_chars_before  # and what is detokenized so far
-        self._unsent: tuple[int, ...] = ()  # accepted, and in no piece yet
+        self._unsent: list[int] = []  # accepted, and in no piece yet
         self.num_tokens = 0  # accepted so far
         self.logprob_sum = 0.0  # of those
         self.finish_reason: FinishReason | None = None
@@ -140,8 +140,8 @@ class Assembler:
         return [Piece(text, (), self.finish_reason, self._take(token_ids))]
 
     def _take(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        unsent, self._unsent = self._unsent, ()
-        return unsent + token_ids if unsent else token_ids
+        unsent, self._unsent = self._unsent, []
+        return (*unsent, *token_ids) if unsent else token_ids
 
     def _advance(self, text: str) -> str:
         """Through the gate of the thinking and the stop search; sets finish_reason on a hit."""

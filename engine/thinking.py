@@ -11,14 +11,15 @@ from engine.sampling_params import ReasoningMarks
 class ThinkingGate:
     """Splits a text, cut anywhere, into what lies before the end of the thinking and what lies behind it."""
 
-    __slots__ = ("_breaks", "_end", "_held", "_is_inside", "_is_over", "_start")
+    __slots__ = ("_blanks", "_breaks", "_end", "_held", "_is_inside", "_is_over", "_start")
 
     def __init__(self, marks: ReasoningMarks) -> None:
         self._start, self._end = marks.start, marks.end
         self._is_inside = marks.opened
         self._is_over = not marks.opened and not marks.start  # no start mark: only a prompt can open the thinking
         self._breaks = False  # right behind the end mark: line breaks there belong to it
-        self._held = ""  # before: all text, while it may still become the start mark; inside: the end mark's beginning
+        self._blanks: list[str] = []  # before: blanks, held back one by one
+        self._held = ""  # before: what may still become the start mark; inside: the end mark's beginning
 
     def feed(self, text: str) -> tuple[str, str]:
         """(text of the thinking, its marks and the line breaks at its end included; text behind it). Both may be
@@ -27,21 +28,19 @@ class ThinkingGate:
             return self._behind(text)
         if self._is_inside:
             return self._search(text)
-        self._held += text
-        begun = self._held.lstrip()
+        begun = self._held + text if self._held else text.lstrip()
+        self._blanks.append(text[: len(self._held) + len(text) - len(begun)])
         if begun.startswith(self._start):
-            self._is_inside, text, self._held = True, self._held, ""
-            after = text.index(self._start) + len(self._start)
-            thinking, behind = self._search(text[after:])
-            return text[:after] + thinking, behind
-        if self._start.startswith(begun):
-            return "", ""
-        return "", self.finish()
+            self._is_inside, self._held = True, ""
+            thinking, behind = self._search(begun[len(self._start) :])
+            return "".join(self._blanks) + self._start + thinking, behind
+        self._held = begun
+        return ("", "") if self._start.startswith(begun) else ("", self.finish())
 
     def finish(self) -> str:
         """What was held back, once it is clear that it is no thinking."""
-        held, self._held = ("" if self._is_inside else self._held), ""
-        self._is_over = True
+        held = "" if self._is_inside else "".join(self._blanks) + self._held
+        self._is_over, self._held, self._blanks = True, "", []
         return held
 
     def _search(self, text: str) -> tuple[str, str]:

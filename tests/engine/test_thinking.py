@@ -52,3 +52,18 @@ def test_cuts_do_not_matter_and_nothing_is_lost(parts: list[str], opened: bool) 
 def test_without_a_start_mark_only_the_prompt_opens_the_thinking() -> None:
     assert split(False, ["ab", "</t>c"], ("", "</t>")) == ("", "ab</t>c")
     assert split(True, ["ab", "</t>c"], ("", "</t>")) == ("ab</t>", "c")
+
+
+def test_blanks_wait_without_being_read_again() -> None:
+    """A model that begins with nothing but blanks: what is looked at does not grow with them."""
+
+    class Counted(str):
+        def lstrip(self, chars: str | None = None) -> str:  # type: ignore[override]  # one way to call it
+            seen.append(len(self))
+            return super().lstrip(chars)
+
+    seen: list[int] = []
+    gate = ThinkingGate(ReasoningMarks(*MARKS, opened=False))
+    assert all(gate.feed(Counted(" \n")) == ("", "") for _ in range(500))
+    assert max(seen) == 2
+    assert gate.feed("<think>a") == (" \n" * 500 + "<think>a", "")
