@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import orjson
@@ -56,11 +55,11 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request, front: Front) -> tuple[MessagesRequest, ChatRequest]:
-    late_system = await asyncio.to_thread(lambda: front.encoder.takes_late_system)
     ignored: set[str] = set()
     chat: list[ChatRequest] = []
 
     def translate(body: MessagesRequest) -> None:
+        late_system = front.encoder.takes_late_system  # found out once, by a few words
         chat.append(body.for_chat(ignored, late_system=late_system))
 
     body = await read(request, MessagesRequest, translate)
