@@ -16,7 +16,7 @@ _WORDS = frozenset(("title", "description", "default", "examples", "deprecated",
 _STRING = frozenset(("string",))
 _PLACES = ("$defs", "definitions")
 
-MAX_ARGUMENTS = 256  # of a tool: the compiler follows all optional ones at once, and has a limit for that
+MAX_ARGUMENTS = 100  # of a tool: the compiler follows all optional ones at once, and has a limit for that
 MAX_COPIED_CHARS = 64 << 10  # of definitions, in all arguments of all tools together
 
 
