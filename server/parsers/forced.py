@@ -43,6 +43,7 @@ class Layout:
     only_one: bool = False
 
 
+MAX_CALLS = 32  # forced at once; a small model goes on calling until its context is full
 _PLAIN_NAME = re.compile(r"[\w.\-]+")  # other names, a format may take for its marks
 _OBJECT = '{"name": %j, "arguments": '
 _GENERIC = Layout(_OBJECT, "}", ", ", "[", "]")
@@ -138,7 +139,7 @@ def _tags(tags: Tags) -> Layout:
 def _grammar(layout: Layout, spelling: Spelling, tools: Tools, names: Sequence[str], parallel: bool) -> str | None:
     """None if the layout cannot hold these schemas."""
     is_single = layout.only_one or not parallel
-    more = "" if is_single else f" ({spelling.term(layout.between)} call)*"
+    more = "" if is_single else f" ({spelling.term(layout.between)} call){{0,{MAX_CALLS - 1}}}"
     lines = [
         f"start: BREAKS? {spelling.term(layout.before)} call{more} {spelling.term(layout.after)}",
         "BREAKS: /\\n{1,2}/",  # models begin with them after thinking

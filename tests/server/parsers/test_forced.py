@@ -13,7 +13,7 @@ from engine.grammar_probe import Vocabulary, new_matcher, new_tokenizer
 from engine.grammar_source import to_llguidance
 from engine.sampling_params import InvalidParameter, StructuredOutput
 from engine.tokenizer import Tokenizer
-from server.parsers.forced import forced
+from server.parsers.forced import MAX_CALLS, forced
 from server.parsers.formats import KINDS
 from server.parsers.select import ToolFormat
 from tests.server.parsers.cuts import every_cut, values
@@ -239,6 +239,8 @@ def test_several_calls_where_they_are_wanted(name: str) -> None:
     assert grammar.accepts(WRITERS[name](wanted[:1]))
     _, content, calls = every_cut(new_parser, text)
     assert (content, values(calls)) == ("", wanted)
+    assert grammar.accepts(WRITERS[name]([("now", {})] * MAX_CALLS))
+    assert not grammar.accepts(WRITERS[name]([("now", {})] * (MAX_CALLS + 1)))
     single, _ = tool_format.forced(TOOLS, names=["get_weather", "now"], parallel=False)
     assert not Grammar(single, tokenizer).accepts(text)
 
