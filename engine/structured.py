@@ -54,6 +54,14 @@ class Grammar:
     spent: bool = False
 
 
+@dataclass(slots=True)
+class Pending:
+    """A compilation that waits or runs, for num_waiting requests."""
+
+    future: asyncio.Future[Grammar]
+    num_waiting: int = 0
+
+
 class GrammarStore:
     """One model's grammars. vocab_size: ids that may be sampled, the length of a mask."""
 
@@ -66,7 +74,7 @@ class GrammarStore:
         self._text_tokenizer = tokenizer
         self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._pending: dict[StructuredOutput, asyncio.Future[Grammar]] = {}
+        self._pending: dict[StructuredOutput, Pending] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._slow_pool: ThreadPoolExecutor | None = None
         self._num_slow = 0
@@ -104,10 +112,16 @@ class GrammarStore:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_WORKERS, "pagemill-grammar")
                 self._slow_pool = ThreadPoolExecutor(1, "pagemill-slow-grammar")
-            pending = asyncio.ensure_future(self._tried(structured))
-            self._pending[structured] = pending
-            pending.add_done_callback(lambda future: self._arrived(structured, future))
-        grammar = await asyncio.shield(pending)  # a client that leaves takes nothing from those who wait for the same
+            pending = self._pending[structured] = Pending(asyncio.ensure_future(self._tried(structured)))
+            pending.future.add_done_callback(lambda future: self._arrived(structured, future))
+        pending.num_waiting += 1
+        try:
+            grammar = await asyncio.shield(pending.future)  # who leaves takes nothing from others who want the same
+        finally:
+            pending.num_waiting -= 1
+            if not pending.num_waiting and not pending.future.done():  # nobody is left: its place is for others
+                del self._pending[structured]
+                pending.future.cancel()
         if not grammar.error and structured not in self._grammars:
             raise QueueFull("Too many grammars are in use. Please try again later.")
         return grammar
@@ -129,7 +143,9 @@ class GrammarStore:
         return grammar
 
     def _arrived(self, structured: StructuredOutput, future: asyncio.Future[Grammar]) -> None:
-        del self._pending[structured]
+        pending = self._pending.get(structured)
+        if pending is not None and pending.future is future:
+            del self._pending[structured]
         if future.cancelled() or future.exception() is not None:
             return
         grammar = future.result()

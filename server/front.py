@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from engine.outputs import Phase
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
@@ -33,7 +34,7 @@ from server.protocol.parsing import Limits, Wire, parse, short
 from server.reading import ModelReader
 from server.settings import Settings
 from server.shown_prompt import ShownPrompt
-from server.sse import EventStream, collect
+from server.sse import EventStream, client_gone, collect
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
 FEW_STOP_CHARS = 256
@@ -110,7 +111,7 @@ class Front:
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
         if params.structured is not None:
-            await self._compile(params.structured)
+            await self._compile(params.structured, request.receive)
         stops = await _stop_strings(params.stop)
         label = _name_exchange(state, writer.id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
@@ -141,15 +142,24 @@ class Front:
             told = f"stop must have at most {settings.max_stop_length} characters in all, got {length}."
             raise InvalidRequest(told, param="stop")
 
-    async def _compile(self, structured: StructuredOutput) -> None:
+    async def _compile(self, structured: StructuredOutput, receive: Receive) -> None:
         """Before admission, so that a bad grammar is a plain 400 also for a stream. Raises InvalidParameter,
-        QueueFull, NotServing."""
+        QueueFull, NotServing, and ClientDisconnect: who leaves must not hold a place in the compiler's queue."""
         started = time.monotonic()
+        compiling = asyncio.ensure_future(self.engine.compile(structured))
+        gone = asyncio.ensure_future(client_gone(receive))
         try:
-            cached = await self.engine.compile(structured)
+            await asyncio.wait({compiling, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not compiling.done():
+                self.metrics.client_disconnected()
+                raise ClientDisconnect
+            cached = compiling.result()
         except InvalidParameter:
             self.metrics.grammar_failed()
             raise
+        finally:
+            compiling.cancel()
+            gone.cancel()
         self.metrics.grammar(time.monotonic() - started, cached=cached)
 
     def error_view(self, error: Exception) -> ApiError:

@@ -12,6 +12,12 @@ from engine.tokenizer import Tokenizer
 # as models were trained to write JSON; and bounded, so that none can go on in blanks for ever
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_DATA = frozenset(("const", "enum", "default", "example", "examples", "required", "x-guidance"))
+
 
 def literal(text: str) -> str:
     """`text` as a term."""
@@ -23,12 +29,30 @@ def one_of(texts: Iterable[str]) -> str:
     return " | ".join(map(literal, dict.fromkeys(texts)))
 
 
+def enforceable(schema: Any) -> Any:
+    """The schema without the formats of strings that the compiler does not know: a format is an annotation, and
+    generators of schemas write many ("uint64")."""
+    if isinstance(schema, list):
+        return [enforceable(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            kept[key] = {name: enforceable(each) for name, each in value.items()}
+        elif key in _DATA:
+            kept[key] = value
+        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+            kept[key] = enforceable(value)
+    return kept
+
+
 def json_term(schema: Mapping[str, Any]) -> str:
     """A JSON value of `schema` as a term. The schema's own options for the compiler stay, but for white space."""
     options = schema.get("x-guidance")
     options = options if isinstance(options, dict) else {}
     kept = {key: value for key, value in options.items() if key != "whitespace_pattern"}
-    return "%json " + json.dumps({**schema, "x-guidance": kept | JSON_STYLE})
+    return "%json " + json.dumps({**enforceable(schema), "x-guidance": kept | JSON_STYLE})
 
 
 class Spelling:

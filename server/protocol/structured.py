@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from engine.sampling_params import StructuredOutput
+from server.parsers.grammar import enforceable
 from server.protocol.common import MAX_CHOICES, GenerationRequest
 from server.protocol.errors import InvalidRequest
 from server.protocol.parsing import short, too_deep
@@ -108,7 +109,7 @@ def _json(schema: Any, param: str) -> StructuredOutput:
         raise InvalidRequest(f"{param} must be a JSON schema, got {short(schema)}.", param=param)
     if too_deep(schema):  # one that came as a string
         raise InvalidRequest(f"{param} is nested too deeply.", param=param)
-    return StructuredOutput("json", orjson.dumps(schema).decode(), param)
+    return StructuredOutput("json", orjson.dumps(enforceable(schema)).decode(), param)
 
 
 def _json_object(wanted: Any, param: str) -> StructuredOutput | None:

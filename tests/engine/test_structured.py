@@ -360,6 +360,23 @@ def test_a_grammar_is_compiled_once(harness: Harness) -> None:
     assert harness.loop.run_until_complete(compile_it(structured)) is True
 
 
+def test_who_leaves_gives_up_its_place_in_the_queue(harness: Harness) -> None:
+    """A hundred costly grammars whose askers have gone hold nobody up."""
+    compile_it = harness.engine.compile
+
+    async def leave() -> bool:
+        costly = [schema({"type": "integer", "multipleOf": 99_991 + i}) for i in range(50)]
+        asked = [asyncio.ensure_future(compile_it(each)) for each in costly]
+        await asyncio.sleep(0.01)
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert not harness.engine._loaded.grammars._pending
+        return await compile_it(StructuredOutput("choice", '["yes", "no, after others have left"]'))
+
+    assert harness.loop.run_until_complete(leave()) is False
+
+
 def deep_schema(levels: int) -> dict[str, Any]:
     value: dict[str, Any] = {"type": "string"}
     for _ in range(levels):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from engine.sampling_params import StructuredOutput
+from server.app import create_app
+from server.parsers.grammar import enforceable
 from server.protocol.completions import CompletionRequest
 from server.protocol.errors import InvalidRequest
 from server.protocol.parsing import parse
 from server.protocol.structured import structured_output
+from server.settings import Settings
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
-from tests.server.harness import client_of, error_of
+from tests.server.harness import client_of, error_of, eventually
 
 TOKENIZER = small_tokenizer()
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -180,3 +184,58 @@ async def test_a_form_that_fails_half_way_is_the_clients_fault(
     assert (error["type"], error["message"], error.get("param")) == (plain["type"], plain["message"], told)
     assert 'errors_total{code="400"} 2.0' in metrics
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_formats_that_nobody_can_check_are_annotations() -> None:
+    schema = {
+        "properties": {
+            "format": {"type": "string", "format": "uint64"},
+            "day": {"type": "string", "format": "date"},
+            "const": {"anyOf": [{"type": "string", "format": "uri-template"}, {"type": "null"}]},
+        },
+        "const": {"format": "uint64"},
+        "type": "object",
+    }
+    assert enforceable(schema) == {
+        "properties": {
+            "format": {"type": "string"},
+            "day": {"type": "string", "format": "date"},
+            "const": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "const": {"format": "uint64"},
+        "type": "object",
+    }
+
+
+async def test_who_leaves_while_a_grammar_compiles_is_not_waited_for() -> None:
+    engine = FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER)
+    left: list[bool] = []
+
+    async def compile_for_ever(structured: StructuredOutput) -> bool:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.append(True)
+        return True
+
+    engine.compile = compile_for_ever  # type: ignore[method-assign]
+    body = json.dumps({"prompt": "a", "structured_outputs": {"choice": ["a"]}}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1", "asgi": {"version": "3.0"},
+        "headers": [(b"content-length", str(len(body)).encode())], "server": ("test", 80), "client": ("test", 1),
+    }  # fmt: skip
+    await create_app(Settings(), engine)(scope, receive, send)
+    assert sent[0]["status"] == 499
+    await eventually(lambda: left)
