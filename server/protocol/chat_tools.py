@@ -133,9 +133,15 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
 
 
 def _unkept(tools: Iterable[Tool], forced: Sequence[str]) -> list[str]:
-    """Only the calls that a request forces are held to the tool's schema."""
-    is_strict = any(tool.function is not None and tool.function.strict for tool in tools)
-    return ["strict"] if is_strict and not forced else []
+    """Only the calls that a request forces are held to the tool's schema; a custom tool's grammar is told to the model
+    and not enforced."""
+    tools = list(tools)
+    unkept = []
+    if not forced and any(tool.function is not None and tool.function.strict for tool in tools):
+        unkept.append("strict")
+    if any(tool.custom is not None and (tool.custom.format or {}).get("type") == "grammar" for tool in tools):
+        unkept.append("format")
+    return unkept
 
 
 def _chosen(choice: ToolChoice, known: dict[str, Tool], dropped: list[str]) -> tuple[list[str], list[str]]:

@@ -142,6 +142,20 @@ async def test_a_strict_tool_that_is_not_forced_is_named() -> None:
     assert HEADER not in forced.headers
 
 
+async def test_a_grammar_that_is_only_told_is_named() -> None:
+    tool = {
+        "type": "custom",
+        "custom": {
+            "name": "sh",
+            "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "ls [a-z]+"}},
+        },
+    }
+    async with client_of(engine()) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": [USER], "tools": [tool]})
+    assert answer.status_code == 200
+    assert answer.headers[HEADER] == "tools.format"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "near"),
     [
