@@ -17,7 +17,6 @@ from tests.models import model_file
 pytestmark = pytest.mark.model
 
 USER = {"role": "user", "content": "Name a colour, é😀."}
-ANSWER = {"role": "assistant", "content": "Yes."}
 REPLY = {"role": "assistant", "content": " Blue.\n"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
@@ -76,4 +75,4 @@ def test_control_tokens_in_content_stay_text(tokenizer: Tokenizer) -> None:
 def test_a_refusal_is_a_sentence(tokenizer: Tokenizer) -> None:
     ours = ChatTemplate(GEMMA_TURNS, tokenizer, tokenizer.control_texts)
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        ours.encode(TemplateInput([USER, ANSWER, ANSWER]), lambda count: None)
+        ours.encode(TemplateInput([USER, REPLY, REPLY]), lambda count: None)
