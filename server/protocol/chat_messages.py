@@ -20,7 +20,7 @@ PARTS_PER_MESSAGE = 8  # at most, on average, in the longest conversation that i
 TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joins them
 
 
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  # the last: what came before tools
 Objects = Annotated[list[dict[str, Any]], at_most(MAX_CALLS)]
 
 
@@ -85,12 +85,13 @@ CONTENT_SCHEMA = WithJsonSchema({
 class Message(WireModel):
     """One message."""
 
-    hints: ClassVar = frozenset({"refusal", "annotations", "audio", "function_call", "cache_control", "id", "type"})
+    hints: ClassVar = frozenset({"refusal", "annotations", "audio", "cache_control", "id", "type"})
 
     role: Role
     content: Annotated[str | tuple[TextPart, ...] | None, BeforeValidator(_content), CONTENT_SCHEMA] = None
     name: str | None = None
     tool_calls: Objects | None = None
+    function_call: dict[str, Any] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -102,15 +103,21 @@ class Message(WireModel):
         return self.content or ""
 
     @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Also the one call of a message from the time before tools."""
+        legacy = [{"type": "function", "function": self.function_call}] if self.function_call else []
+        return self.tool_calls or legacy
+
+    @property
     def is_complete(self) -> bool:
         """Whether it says anything: only an assistant may call or think instead."""
-        instead = self.role == "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning)
+        instead = self.role == "assistant" and (self.calls or self.reasoning_content or self.reasoning)
         return self.content is not None or bool(instead)
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: content is always a string, a call's arguments an object where
         they are one, and thinking under both names that templates look for."""
-        fields: dict[str, Any] = {"role": self.role, "content": self.text}
+        fields: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": self.text}
         for key in ("name", "tool_call_id"):
             value = getattr(self, key)
             if value is not None:
@@ -118,8 +125,8 @@ class Message(WireModel):
         thinking = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if thinking is not None and self.role == "assistant":
             fields |= {"reasoning_content": thinking, "reasoning": thinking}
-        if self.tool_calls:
-            fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.calls:
+            fields["tool_calls"] = [_call_for_template(call) for call in self.calls]
         return fields
 
 

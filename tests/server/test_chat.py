@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.protocol.chat import ChatRequest
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import client_of, error_of, stream
 
@@ -240,6 +241,24 @@ async def test_too_long_a_conversation() -> None:
     for told in (error, huge):
         assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
         assert "64" in told["message"]
+
+
+def test_calls_from_before_tools_are_calls() -> None:
+    old = [
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "one"},
+    ]
+    new = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": old[0]["function_call"]}]},
+        {"role": "tool", "name": "f", "content": "one"},
+    ]
+
+    def told(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        body = ChatRequest.model_validate({"messages": [USER, *messages]})
+        body.check()
+        return [message.for_template() for message in body.messages]
+
+    assert told(old) == told(new)
 
 
 async def test_a_limit_beyond_the_context_is_cut_to_it() -> None:
