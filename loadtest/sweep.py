@@ -1,6 +1,8 @@
 """Request rate from idle to past saturation: where does the server stop keeping up, and what does latency cost there.
 
-First a closed burst measures what the server can complete at most; the open-loop rates are fractions of that.
+First a closed burst measures about what the server can complete; the open-loop rates are fractions of that. A server
+that keeps up with the last of them gets higher ones until it does not: a burst ends with few requests in flight, and
+says too little of a server that batches well.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from loadtest.table import grid
 
 FRACTIONS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.15, 1.4)
 MIN_REQUESTS = 12  # per rate
+STEP_UP, MAX_STEPS_UP = 1.3, 6  # beyond the fractions
 GROWTH_LIMIT = 0.1  # seconds that latency grows per second: the share of the load that piles up
 
 
@@ -69,8 +72,10 @@ async def command(arguments: argparse.Namespace) -> int:
         if not capacity:
             raise UsageError(f"No request succeeded: {burst['errors']}.")
         rates = parse_rates(arguments.rates) if arguments.rates else [capacity * share for share in FRACTIONS]
-        points = []
-        for number, rate in enumerate(rates):
+        most = len(rates) + (0 if arguments.rates else MAX_STEPS_UP)
+        points: list[dict[str, Any]] = []
+        while (rate := next_rate(rates, points, most)) is not None:
+            number = len(points)
             count = max(MIN_REQUESTS, round(rate * arguments.point_seconds))
             points.append(await point(rate, count, arguments.seed + 1 + number))
             print(f"{rate:.2f} requests/s offered: {point_line(points[-1])}", file=sys.stderr, flush=True)
@@ -95,6 +100,15 @@ def parse_rates(text: str) -> list[float]:
     if not rates or rates[0] <= 0:
         raise UsageError(f"--rates wants positive numbers separated by commas, got {text!r}.")
     return rates
+
+
+def next_rate(rates: Sequence[float], points: Sequence[Mapping[str, Any]], most: int) -> float | None:
+    """The rates in turn, and beyond the last one higher ones while the server keeps up, `most` in all."""
+    if len(points) < len(rates):
+        return rates[len(points)]
+    if len(points) >= most or points[-1]["latency_growth"] >= GROWTH_LIMIT or not points[-1]["requests"]["completed"]:
+        return None
+    return float(points[-1]["rate"] * STEP_UP)
 
 
 def latency_growth(moments: Sequence[tuple[float, float]]) -> float:

@@ -60,6 +60,15 @@ def test_rates() -> None:
             parse_rates(wrong)
 
 
+def test_rates_go_up_until_the_server_is_saturated() -> None:
+    kept_up, behind = point(4, 4, 0.1), point(4, 3, 2.0, 0.3)
+    assert sweep.next_rate([1, 4], [point(1, 1, 0.1)], 8) == 4
+    assert sweep.next_rate([1, 4], [point(1, 1, 0.1, 0.5)], 8) == 4, "asked for, whatever came before"
+    assert sweep.next_rate([1, 4], [kept_up, kept_up], 8) == pytest.approx(4 * sweep.STEP_UP)
+    assert sweep.next_rate([1, 4], [kept_up, behind], 8) is None
+    assert sweep.next_rate([1, 4], [kept_up] * 8, 8) is None, "there is an end"
+
+
 async def test_sweep_then_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server with two slots of 30 ms each completes at most 66 requests a second."""
     parser = ArgumentParser()
