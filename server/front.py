@@ -207,9 +207,10 @@ async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None]
 
     def parsed() -> tuple[Wire, list[str]]:
         wire = parse(body, kind, front.limits)
+        names = front.ignored.find(wire)  # first, for a name that is mistyped is why another is missing
         if check is not None:
             check(wire)
-        return wire, front.ignored.find(wire)
+        return wire, names
 
     wire, ignored = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
     front.ignored.note(request, ignored)

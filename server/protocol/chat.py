@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import FailFast
 
 from server.protocol.chat_messages import FEW_PARTS, Message
-from server.protocol.chat_tools import Tool
+from server.protocol.chat_tools import TOOL_CHOICE, Tool
 from server.protocol.common import GenerationRequest
 from server.protocol.errors import InvalidRequest
 from server.protocol.parsing import at_most
@@ -26,6 +26,7 @@ class ChatRequest(GenerationRequest):
     hints: ClassVar = GenerationRequest.hints | {
         "audio", "function_call", "metadata", "prediction", "service_tier", "store", "verbosity", "web_search_options",
     }  # fmt: skip
+    shapes: ClassVar = {**GenerationRequest.shapes, "tool_choice": TOOL_CHOICE}
 
     messages: Annotated[list[Message], FailFast(), FEW_PARTS, at_most("messages")]
     max_completion_tokens: int | None = None
@@ -45,6 +46,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     modalities: Annotated[list[str], at_most(MAX_MODALITIES)] | None = None
+    moderation: Any = None
 
     @property
     def output_limit(self) -> int | None:
@@ -114,5 +116,7 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest("functions are not supported; they were replaced by tools.", param="functions")
         if self.function_call not in (None, "none", "auto"):
             raise InvalidRequest("function_call is not supported; use tool_choice.", param="function_call")
+        if self.moderation is not None:
+            raise InvalidRequest("moderation is not supported.", param="moderation")
         if self.modalities is not None and self.modalities != ["text"]:
             raise InvalidRequest('modalities must be ["text"]: this model writes text.', param="modalities")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from server.protocol.custom_input import CUSTOM_FIELD
-from server.protocol.fields import MAX_FIELDS, WireModel
+from server.protocol.fields import MAX_FIELDS, WireModel, shape
 from server.protocol.parsing import at_most, limit_of, short, wrong
 from server.raw_json import raw_object
 
@@ -21,11 +21,15 @@ TEXT_PART_SEPARATOR = "\n"  # between the text parts of one message, as vLLM joi
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]  # the last: what came before tools
+FUNCTION_CALL = shape("name", "arguments", hints=("parsed_arguments",))
+TOOL_CALLS = shape(
+    "id", "type", function=FUNCTION_CALL, custom=shape("name", "input"), hints=("cache_control", "index")
+)
 Objects = Annotated[list[dict[str, Any]], at_most(MAX_CALLS)]
 
 
 class TextPart(WireModel):
-    hints: ClassVar = frozenset({"cache_control", "annotations"})
+    hints: ClassVar = frozenset({"cache_control", "annotations", "prompt_cache_breakpoint"})
 
     type: str
     text: str
@@ -85,7 +89,10 @@ CONTENT_SCHEMA = WithJsonSchema({
 class Message(WireModel):
     """One message."""
 
-    hints: ClassVar = frozenset({"refusal", "annotations", "audio", "cache_control", "id", "type"})
+    hints: ClassVar = frozenset({
+        "refusal", "annotations", "audio", "cache_control", "id", "parsed", "provider_specific_fields", "type",
+    })  # fmt: skip
+    shapes: ClassVar = {"tool_calls": TOOL_CALLS, "function_call": FUNCTION_CALL}
 
     role: Role
     content: Annotated[str | tuple[TextPart, ...] | None, BeforeValidator(_content), CONTENT_SCHEMA] = None

@@ -14,12 +14,17 @@ from pydantic import BeforeValidator
 
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.errors import InvalidRequest
-from server.protocol.fields import WireModel
+from server.protocol.fields import Kinds, WireModel, shape
 from server.protocol.parsing import short, wrong
 
 MAX_NAME_CHARS = 256
 
 ToolChoice = str | dict[str, Any] | None
+
+_FUNCTION = shape("type", "name", function=shape("name"))
+_NAMED = {"function": _FUNCTION, "custom": shape("type", "name", custom=shape("name"))}
+_ALLOWED = shape("mode", tools=Kinds(_NAMED, untyped=_FUNCTION))
+TOOL_CHOICE = Kinds(_NAMED | {"allowed_tools": shape("type", allowed_tools=_ALLOWED)}, untyped=_FUNCTION)
 
 
 def _name(value: object) -> object:
@@ -41,6 +46,8 @@ class Function(WireModel):
 
 
 class Custom(WireModel):
+    shapes: ClassVar = {"format": shape("type", grammar=shape("syntax", "definition"))}
+
     name: Name
     description: str | None = None
     format: dict[str, Any] | None = None

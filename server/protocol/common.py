@@ -19,31 +19,34 @@ from engine.sampling_params import (
 )
 from server.protocol.beam import SearchFields
 from server.protocol.errors import InvalidRequest
-from server.protocol.fields import Shape, WireModel
+from server.protocol.fields import WireModel, shape
 from server.protocol.parsing import at_most, short, wrong
 
 MAX_CACHE_SALT_CHARS = 256
 MAX_CHOICES = 10_000  # of a structured output
 
 # response_format, in which `structured.py` reads what it needs; a description is for models that see the schema
-RESPONSE_FORMAT = Shape(
-    {"type": None, "json_schema": Shape(dict.fromkeys(("name", "schema", "strict")), frozenset({"description"}))}
-)
+RESPONSE_FORMAT = shape("type", json_schema=shape("name", "schema", "strict", hints=("description",)))
 
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 
-def _stop(value: object) -> object:
-    """A string or a list of strings -> tuple of strings."""
+def stop_list(value: object, wanted: str = "a list of strings") -> object:
+    """A list of strings -> tuple of them."""
     if value is None:
         return ()
-    if isinstance(value, str):
-        return (value,)
     if not isinstance(value, list) or any(type(item) is not str for item in value):
-        raise wrong("must be a string or a list of strings.")
+        raise wrong(f"must be {wanted}.")
     if len(value) > MAX_STOP_STRINGS:
         raise wrong(f"must have at most {MAX_STOP_STRINGS} strings, got {len(value)}.")
+    if "" in value:
+        raise wrong("must not hold an empty string.")
     return tuple(value)
+
+
+def _stop(value: object) -> object:
+    """A string or a list of strings -> tuple of strings."""
+    return stop_list([value] if isinstance(value, str) else value, "a string or a list of strings")
 
 
 def _token_ids(limit: int) -> BeforeValidator:
@@ -124,7 +127,9 @@ class StreamOptions(WireModel):
 class GenerationRequest(SearchFields):
     """What completions and chat have in common. A field that is None was absent or null."""
 
-    hints: ClassVar = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"})
+    hints: ClassVar = frozenset(
+        {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
+    )
 
     shapes: ClassVar = {"response_format": RESPONSE_FORMAT}
 

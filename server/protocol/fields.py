@@ -7,8 +7,8 @@ over the checked object finds them at any depth.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, get_args
 
@@ -28,23 +28,43 @@ def _describe_hints(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is read of a field that is taken as a loose object. fields: name -> the shape of its value, where that is
-    looked into too. hints: as in WireModel."""
+    """What is read of a loose object, or of each object of an array. fields: name -> the shape of its value, where
+    that is looked into too. hints: as in WireModel."""
 
-    fields: Mapping[str, Shape | None] = field(default_factory=dict)
+    fields: Mapping[str, Shape | Kinds | None]
     hints: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Loose objects of several kinds, told apart by their `type`. A type that is not here is not looked into: whoever
+    reads the object drops it, and names it, or refuses it. untyped: those without a type."""
+
+    shapes: Mapping[str, Shape]
+    untyped: Shape | None = None
+
+    def of(self, given: Mapping[str, object]) -> Shape | None:
+        kind = given.get("type")
+        if kind is None:
+            return self.untyped
+        return self.shapes.get(kind) if isinstance(kind, str) else None
+
+
+def shape(*names: str, hints: Iterable[str] = (), **inner: Shape | Kinds) -> Shape:
+    """An object of these fields; those of `inner` are looked into."""
+    return Shape({**dict.fromkeys(names), **inner}, frozenset(hints))
 
 
 class WireModel(BaseModel):
     """Base of what is read from a body. hints: fields that are known, accepted and without effect. shapes: of fields
-    that are loose objects here, and read elsewhere."""
+    that are loose here, and read elsewhere."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_describe_hints
     )
 
     hints: ClassVar[frozenset[str]] = frozenset()
-    shapes: ClassVar[Mapping[str, Shape]] = {}
+    shapes: ClassVar[Mapping[str, Shape | Kinds]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -79,21 +99,33 @@ class Unread(NamedTuple):
 
 
 def unread(wire: BaseModel) -> Iterator[Unread]:
-    """Fields with a value that is not null and that no model declares, and no shape where the value is a loose
-    object."""
+    """Fields with a value that is not null and that no model declares, nor a shape where the value is loose. Raises
+    InvalidRequest for a loose object of too many fields."""
     return _unread(wire, "", "")
 
 
-def loose(given: Mapping[str, object], shape: Shape, path: str, name: str) -> Iterator[Unread]:
-    """The same for a loose object. path, name: its own, with a dot at the end unless they are empty."""
+def _loose(given: object, read: Shape | Kinds, path: str, name: str) -> Iterator[Unread]:
+    """The same for a value of any kind. path, name: its own."""
+    if isinstance(given, list):
+        for index, item in enumerate(given):
+            if isinstance(item, dict):
+                yield from _loose(item, read, f"{path}[{index}]", f"{name}[]")
+        return
+    if not isinstance(given, dict):
+        return
+    found = read.of(given) if isinstance(read, Kinds) else read
+    if found is None:
+        return
+    if len(given) > MAX_FIELDS:
+        raise InvalidRequest(f"{path} must have at most {MAX_FIELDS} fields, got {len(given)}.", param=path)
     for key, value in given.items():
         if value is None:
             continue
-        if key not in shape.fields:
-            known = [*shape.fields, *shape.hints]
-            yield Unread(path + key, name + key, key, key in shape.hints, known)
-        elif (inner := shape.fields[key]) is not None and isinstance(value, dict):
-            yield from loose(value, inner, f"{path}{key}.", f"{name}{key}.")
+        if key not in found.fields:
+            known = [*found.fields, *found.hints]
+            yield Unread(f"{path}.{key}", f"{name}.{key}", key, key in found.hints, known)
+        elif (inner := found.fields[key]) is not None:
+            yield from _loose(value, inner, f"{path}.{key}", f"{name}.{key}")
 
 
 def _unread(wire: BaseModel, path: str, name: str) -> Iterator[Unread]:
@@ -105,9 +137,8 @@ def _unread(wire: BaseModel, path: str, name: str) -> Iterator[Unread]:
             for key, value in extra.items():
                 if value is not None:
                     yield Unread(path + key, name + key, key, key in wire.hints, known)
-        for key, shape in wire.shapes.items():
-            if isinstance(given := getattr(wire, key), dict):
-                yield from loose(given, shape, f"{path}{key}.", f"{name}{key}.")
+        for key, read in wire.shapes.items():
+            yield from _loose(getattr(wire, key), read, path + key, name + key)
     for key in _fields_with_models(type(wire)):
         held: Any = getattr(wire, key)
         if isinstance(held, BaseModel):

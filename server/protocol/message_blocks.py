@@ -10,15 +10,15 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 from server.protocol.errors import InvalidRequest
+from server.protocol.fields import Kinds, shape
 from server.protocol.parsing import short
 
 MAX_BLOCKS = 4096  # in one message
-MAX_IGNORED = 1000  # names, or somewhat more
+MAX_IGNORED = 1000  # names
 MAX_IGNORED_CHARS = 64
 HELD = "thinking:"  # begins a signature that holds the thinking itself, where a client asked not to be shown it
 MEDIA = ("image", "document", "container_upload", "file")
@@ -27,10 +27,24 @@ RAN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_resu
 # Lines that client programs put before their system prompt and change from request to request: what follows them
 # would never be found in the prefix cache. Possessive, so that no text takes long to search.
 CLIENT_HEADERS = re.compile(r"(?:\s*+x-[a-z0-9-]{1,64}?-header:[^\n]*+(?:\n|\Z))++\n*+", re.IGNORECASE)
-READ = frozenset({
-    "type", "text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id", "content", "is_error",
-    "title", "source", "tool_name",
-})  # fmt: skip
+
+# What is read of messages and of the system prompt. The types that are not here are dropped, or refused.
+_TEXT = shape("type", "text", hints=("cache_control", "citations", "parsed_output"))
+_FOUND = shape("type", "title", "source", content=Kinds({"text": _TEXT}), hints=("cache_control", "citations"))
+_SAID = {
+    "text": _TEXT,
+    "search_result": _FOUND,
+    "tool_reference": shape("type", "tool_name", hints=("cache_control",)),
+}
+_BLOCKS = _SAID | {
+    "thinking": shape("type", "thinking", "signature"),
+    "tool_use": shape("type", "id", "name", "input", hints=("cache_control", "caller", "toolset_name")),
+    "tool_result": shape(
+        "type", "tool_use_id", "is_error", content=Kinds(_SAID), hints=("cache_control", "toolset_name")
+    ),
+}
+MESSAGES = shape("role", content=Kinds(_BLOCKS), hints=("clear_at", "id", "type"))
+SYSTEM = Kinds({"text": _TEXT})
 
 Ignored = set[str]  # names of what was left out, for the client
 
@@ -47,10 +61,9 @@ def chat_messages(
         path = f"messages[{index}]"
         if not isinstance(message, dict):
             raise _wrong(path, f"must be an object, got {short(message)}")
-        _note(ignored, "messages[].", message.keys() - {"role", "content"})
         match message.get("role"):
             case "user":
-                _add_user(chat, message, path, ignored)
+                _add_user(chat, message, path)
             case "assistant":
                 _add(chat, _assistant(message, path, ignored))
             case "system":
@@ -86,15 +99,15 @@ def _add(chat: list[dict[str, Any]], message: dict[str, Any]) -> None:
             last.setdefault(name, []).extend(message[name])
 
 
-def _add_user(chat: list[dict[str, Any]], message: dict[str, Any], path: str, ignored: Ignored) -> None:
+def _add_user(chat: list[dict[str, Any]], message: dict[str, Any], path: str) -> None:
     parts: list[dict[str, str]] = []
-    blocks = _blocks(message.get("content"), f"{path}.content", ignored)
+    blocks = _blocks(message.get("content"), f"{path}.content")
     for where, block in blocks:
         if block["type"] == "tool_result":
             if parts:
                 _add(chat, {"role": "user", "content": parts})
                 parts = []
-            chat.append(_tool_result(block, where, ignored))
+            chat.append(_tool_result(block, where))
         else:
             parts.append(_text_part(block, where))
     if parts or not blocks:
@@ -105,14 +118,14 @@ def _assistant(message: dict[str, Any], path: str, ignored: Ignored) -> dict[str
     texts: list[dict[str, str]] = []
     thinking: list[str] = []
     calls: list[dict[str, Any]] = []
-    for where, block in _blocks(message.get("content"), f"{path}.content", ignored):
+    for where, block in _blocks(message.get("content"), f"{path}.content"):
         match block["type"]:
             case "thinking":
                 thinking += filter(None, [_thinking(block, where)])
             case "tool_use":
                 calls.append(_call(block, where))
             case kind if kind == "redacted_thinking" or RAN_ELSEWHERE.fullmatch(kind):
-                ignored.add(kind)
+                _note(ignored, f"messages.{kind}")
             case _:
                 texts.append(_text_part(block, where))
     turn: dict[str, Any] = {"role": "assistant", "content": texts}
@@ -123,7 +136,7 @@ def _assistant(message: dict[str, Any], path: str, ignored: Ignored) -> dict[str
     return turn
 
 
-def _blocks(content: object, path: str, ignored: Ignored) -> list[tuple[str, dict[str, Any]]]:
+def _blocks(content: object, path: str) -> list[tuple[str, dict[str, Any]]]:
     """(path, block) of each block of a string or an array; every block has a type that is a string."""
     if isinstance(content, str):
         return [(path, {"type": "text", "text": content})]
@@ -136,16 +149,14 @@ def _blocks(content: object, path: str, ignored: Ignored) -> list[tuple[str, dic
         where = f"{path}[{index}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
             raise _wrong(where, "must be a content block, an object with a type")
-        if odd := block.keys() - READ:
-            _note(ignored, "", (name for name in odd if block[name] is not None))
         blocks.append((where, block))
     return blocks
 
 
-def _note(ignored: Ignored, place: str, names: Iterable[str]) -> None:
+def _note(ignored: Ignored, name: str) -> None:
     """Shortened, and not for ever: a client may think up a million."""
     if len(ignored) < MAX_IGNORED:
-        ignored.update(place + name[:MAX_IGNORED_CHARS] for name in islice(names, MAX_IGNORED))
+        ignored.add(name[:MAX_IGNORED_CHARS])
 
 
 def _text_part(block: dict[str, Any], where: str) -> dict[str, str]:
@@ -153,9 +164,7 @@ def _text_part(block: dict[str, Any], where: str) -> dict[str, str]:
     if kind == "text":
         return {"type": "text", "text": _string(block, "text", where)}
     if kind == "search_result":
-        found = [
-            _string(part, "text", path) for path, part in _blocks(block.get("content"), f"{where}.content", set())
-        ]
+        found = _texts(block.get("content"), f"{where}.content", "search result")
         lines = (_string(block, "title", where), _string(block, "source", where), *found)
         return {"type": "text", "text": "\n".join(lines)}
     if kind == "tool_reference":
@@ -169,16 +178,23 @@ def _system_parts(content: object, path: str, ignored: Ignored) -> list[dict[str
     if content is None:
         return []
     parts = []
-    for where, block in _blocks(content, path, ignored):
-        if block["type"] != "text":
-            raise _wrong(f"{where}.type", f'must be "text" in a system prompt, got {short(block["type"])}')
-        said = _string(block, "text", where)
+    for said in _texts(content, path, "system prompt"):
         text = without_client_headers(said)
         if text != said:
-            _note(ignored, "", [said.lstrip().partition(":")[0].lower()])
+            _note(ignored, said.lstrip().partition(":")[0].lower())
         if text:
             parts.append({"type": "text", "text": text})
     return parts
+
+
+def _texts(content: object, path: str, place: str) -> list[str]:
+    """Of a string, or of blocks that must all be text."""
+    texts = []
+    for where, block in _blocks(content, path):
+        if block["type"] != "text":
+            raise _wrong(f"{where}.type", f'must be "text" in a {place}, got {short(block["type"])}')
+        texts.append(_string(block, "text", where))
+    return texts
 
 
 def _thinking(block: dict[str, Any], where: str) -> str:
@@ -200,9 +216,9 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
-def _tool_result(block: dict[str, Any], where: str, ignored: Ignored) -> dict[str, Any]:
+def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
-    blocks = [] if content is None else _blocks(content, f"{where}.content", ignored)
+    blocks = [] if content is None else _blocks(content, f"{where}.content")
     parts = [_text_part(part, path) for path, part in blocks]
     failed = block.get("is_error")
     if failed not in (None, True, False):

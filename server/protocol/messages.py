@@ -11,33 +11,26 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast
 
-from engine.sampling_params import MAX_STOP_STRINGS
 from server.protocol.chat import ChatRequest
+from server.protocol.common import stop_list
 from server.protocol.errors import InvalidRequest
-from server.protocol.fields import Shape, WireModel
-from server.protocol.message_blocks import Ignored, chat_messages
+from server.protocol.fields import WireModel, shape
+from server.protocol.message_blocks import MESSAGES, SYSTEM, Ignored, chat_messages
 from server.protocol.message_tools import client_tool
-from server.protocol.parsing import at_most, check_fields, short, wrong
+from server.protocol.parsing import at_most, check_fields, short
 
 # fields of the chat request that are spelled and mean the same here; most are not Anthropic's, but ours
 SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt", "chat_template_kwargs",
 )  # fmt: skip
-FORMAT = Shape(dict.fromkeys(("type", "schema")), frozenset({"name", "description", "strict"}))
+FORMAT = shape("type", "schema", hints=("name", "description", "strict"))
+# fields that would make another answer, or bring words that are not here
+REFUSED = {
+    "compaction": "compaction is not supported: ask for a summary in a message.",
+    "thread": "thread is not supported: send the whole conversation.",
+}
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-
-
-def _stop_sequences(value: object) -> object:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or any(type(item) is not str for item in value):
-        raise wrong("must be an array of strings.")
-    if len(value) > MAX_STOP_STRINGS:
-        raise wrong(f"must have at most {MAX_STOP_STRINGS} strings, got {len(value)}.")
-    if "" in value:
-        raise wrong("must not hold an empty string.")
-    return tuple(value)
 
 
 class Tool(WireModel):
@@ -45,6 +38,7 @@ class Tool(WireModel):
 
     hints: ClassVar = frozenset({
         "cache_control", "input_examples", "allowed_callers", "defer_loading", "eager_input_streaming",
+        "max_characters",
     })  # fmt: skip
 
     type: str | None = None
@@ -52,6 +46,10 @@ class Tool(WireModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.type not in (None, "custom") and client_tool(self.type, self.name) is None
 
     def for_chat(self, path: str) -> dict[str, Any]:
         """As chat spells it. Raises InvalidRequest."""
@@ -80,13 +78,14 @@ class ToolChoice(WireModel):
 class Thinking(WireModel):
     """display "omitted": thinking blocks are empty, and their signature holds what they said."""
 
-    hints: ClassVar = frozenset({"budget_tokens"})
+    hints: ClassVar = frozenset({"block_binding", "budget_tokens"})
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputConfig(WireModel):
+    hints: ClassVar = frozenset({"task_budget"})
     shapes: ClassVar = {"format": FORMAT}
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -98,20 +97,22 @@ class MessagesRequest(WireModel):
 
     hints: ClassVar = frozenset({
         "metadata", "service_tier", "cache_control", "container", "context_management", "mcp_servers", "inference_geo",
-        "speed", "diagnostics", "user_profile_id", "workspace_id", "betas",
+        "speed", "diagnostics", "user_profile_id", "workspace_id", "betas", "billing_policy", "fallbacks",
+        "fallback_credit_token",
     })  # fmt: skip
-
-    shapes: ClassVar = {"output_format": FORMAT}
+    shapes: ClassVar = {"messages": MESSAGES, "system": SYSTEM, "output_format": FORMAT}
 
     messages: Annotated[list[Any], at_most("messages")]
     system: Any = None
     max_tokens: int | None = None
-    stop_sequences: Annotated[tuple[str, ...], BeforeValidator(_stop_sequences)] = ()
+    stop_sequences: Annotated[tuple[str, ...], BeforeValidator(stop_list)] = ()
     tools: Annotated[list[Tool] | None, FailFast(), at_most("tools")] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
+    compaction: Any = None
+    thread: Any = None
     model: Any = None
     stream: Any = None
     temperature: Any = None
@@ -143,6 +144,9 @@ class MessagesRequest(WireModel):
         out of the messages. late_system: see `chat_messages`. Raises InvalidRequest."""
         if not self.messages:
             raise InvalidRequest("messages must not be empty.", param="messages")
+        for param, told in REFUSED.items():
+            if getattr(self, param) is not None:
+                raise InvalidRequest(told, param=param)
         chat = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         chat["messages"] = chat_messages(self.messages, self.system, ignored, late_system=late_system)
         chat["stop"] = list(self.stop_sequences)

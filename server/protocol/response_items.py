@@ -15,6 +15,7 @@ from typing import Any
 
 from server.protocol.errors import ApiError, InvalidRequest
 from server.protocol.parsing import short
+from server.protocol.response_fields import TEXT_PARTS
 from server.protocol.response_tools import flat_name
 
 Item = dict[str, Any]
@@ -165,7 +166,7 @@ def _text(part: object, path: str) -> str:
     kind = part.get("type")
     if kind == "refusal":
         return _string(part, "refusal", path, may_be_empty=True)
-    if kind not in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
+    if kind not in TEXT_PARTS:
         told = f"{path} is a part of type {short(kind)}: only text is supported by this model."
         raise InvalidRequest(told, param=path)
     return _string(part, "text", path, may_be_empty=True)

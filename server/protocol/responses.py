@@ -16,8 +16,9 @@ from pydantic import FailFast
 from server.protocol.chat import ChatRequest
 from server.protocol.common import GenerationRequest, StreamOptions
 from server.protocol.errors import ApiError, InvalidRequest
-from server.protocol.fields import Shape, WireModel
+from server.protocol.fields import WireModel, shape
 from server.protocol.parsing import at_most, check_fields, short
+from server.protocol.response_fields import ITEMS, TOOL_CHOICE, TOOLS
 from server.protocol.response_items import Item, to_messages
 from server.protocol.response_tools import Tools
 
@@ -62,9 +63,7 @@ class ReasoningOptions(WireModel):
 
 class TextOptions(WireModel):
     hints: ClassVar = frozenset({"verbosity"})
-    shapes: ClassVar = {
-        "format": Shape(dict.fromkeys(("type", "name", "schema", "strict")), frozenset({"description"}))
-    }
+    shapes: ClassVar = {"format": shape("type", "name", "schema", "strict", hints=("description",))}
 
     format: dict[str, Any] | None = None
 
@@ -73,9 +72,10 @@ class ResponsesRequest(GenerationRequest):
     """Body of POST /v1/responses."""
 
     hints: ClassVar = GenerationRequest.hints | {
-        "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "prompt_cache_options",
+        "access_programs", "background_options", "client_metadata", "image", "max_tool_calls", "personality",
         "service_tier",
     }  # fmt: skip
+    shapes: ClassVar = {"input": ITEMS, "tools": TOOLS, "tool_choice": TOOL_CHOICE}
 
     input: Annotated[str | list[Any] | None, at_most("messages")] = None
     instructions: str | None = None

@@ -1,5 +1,5 @@
 """The coding agents themselves, from npm, against the scripted server: each thinks, calls its shell three times, reads
-the results and answers, and every turn prefills only what is new.
+the results and answers, and every turn prefills only what is new. The server is strict: it knows all that they send.
 
 PAGEMILL_AGENTS names a folder with node_modules/.bin/{claude,codex,opencode}
 (`npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai`).
@@ -33,7 +33,8 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     if python is None:
         pytest.skip("no environment with the server: run `make setup`")
     port = free_port()
-    command = [python, "-m", "tests.clients.scripted_server", str(port), "served_model_name=demo"]
+    settings = ["served_model_name=demo", "strict_fields=true"]
+    command = [python, "-m", "tests.clients.scripted_server", str(port), *settings]
     process = ServerProcess(command, port, tmp_path / "server.log", {"PYTHONPATH": str(ROOT)})
     try:
         process.wait_for("ready")

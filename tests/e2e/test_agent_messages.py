@@ -2,7 +2,7 @@
 turn prefills only what is new, though a line of the system prompt changes on every request.
 
 Once over the real scheduler and prefix cache with a scripted model, whose own words come back and must be found in
-the cache too; once over the demo model.
+the cache too, by a strict server, which refuses nothing of it; once over the demo model.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def load(config: EngineConfig) -> EngineParts:
 
 @pytest_asyncio.fixture
 async def scripted() -> AsyncIterator[httpx.AsyncClient]:
-    chosen = Settings()
+    chosen = Settings(strict_fields=True)
     engine = AsyncEngine(chosen.engine_config(), load)
     await engine.start()
     transport = httpx.ASGITransport(app=create_app(chosen, engine))

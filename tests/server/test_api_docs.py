@@ -14,7 +14,7 @@ from server.app import ROUTERS
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
 from server.protocol.embeddings import EmbeddingRequest
-from server.protocol.fields import WireModel
+from server.protocol.fields import Kinds, Shape, WireModel
 from server.protocol.messages import MessagesRequest
 from server.protocol.responses import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -46,20 +46,48 @@ def documented(title: str) -> set[str]:
         for row in table.splitlines()[1:]:
             found = re.findall(r"`([^`]+)`", row.split("|")[1])
             assert found, row
-            names.update(found)
+            names.update(_plain(name) for each in found for name in _expanded(each))
     return names
 
 
+def _expanded(name: str) -> Iterator[str]:
+    """a.{b, c} -> a.b, a.c"""
+    head, brace, rest = name.partition("{")
+    if not brace:
+        yield name
+        return
+    inner, _, tail = rest.partition("}")
+    for each in inner.split(", "):
+        yield from _expanded(head + each + tail)
+
+
+def _plain(path: str) -> str:
+    """Of lists and what they hold; what holds its like again is told once."""
+    return re.sub(r"\b(\w+)(\.\1)+\b", r"\1", path.replace("[]", "").replace("input.tools.", "tools."))
+
+
 def fields_of(model: type[WireModel]) -> set[str]:
-    return set(_walk(model, ""))
+    return set(map(_plain, _walk(model, "")))
 
 
 def _walk(model: type[WireModel], path: str) -> Iterator[str]:
     for name in (*model.model_fields, *model.hints):
         yield path + name
+    for name, read in model.shapes.items():
+        yield from _loose(read, f"{path}{name}.")
     for name, info in model.model_fields.items():
         for nested, is_list in _models(info.annotation, is_list=False):
             yield from _walk(nested, f"{path}{name}{'[]' if is_list else ''}.")
+
+
+def _loose(read: Shape | Kinds, path: str) -> Iterator[str]:
+    shapes = [read] if isinstance(read, Shape) else [*read.shapes.values(), *filter(None, [read.untyped])]
+    for each in shapes:
+        for name in (*each.fields, *each.hints):
+            yield path + name
+        for name, inner in each.fields.items():
+            if inner is not None:
+                yield from _loose(inner, f"{path}{name}.")
 
 
 def _models(annotation: Any, *, is_list: bool) -> Iterator[tuple[type[WireModel], bool]]:

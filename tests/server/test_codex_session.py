@@ -1,5 +1,6 @@
 """A coding agent's session as Codex sends it: nothing stored, the whole history with every request, thinking handed
-back sealed. Every turn must compute only what is new; so must one that continues by previous_response_id.
+back sealed. Every turn must compute only what is new; so must one that continues by previous_response_id. A strict
+server refuses nothing of it.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ async def test_the_whole_history_each_turn(keep: Callable[[dict[str, Any]], dict
     engine = AgentEngine([said(k) for k in range(NUM_TURNS)], splits=random.Random(1))
     history: list[dict[str, Any]] = list(OPENING)
     known = 0
-    async with client_of(engine) as client:
+    async with client_of(engine, strict_fields=True) as client:
         for _ in range(NUM_TURNS):
             final = await ask(client, BODY | {"input": history})
             assert final["usage"]["input_tokens_details"]["cached_tokens"] == known
@@ -118,7 +119,7 @@ async def test_by_previous_response() -> None:
     engine = AgentEngine([said(k) for k in range(NUM_TURNS)], splits=random.Random(2))
     body: dict[str, Any] = {**BODY, "store": True, "input": OPENING}
     known = 0
-    async with client_of(engine) as client:
+    async with client_of(engine, strict_fields=True) as client:
         for _ in range(NUM_TURNS):
             final = await ask(client, body)
             assert final["usage"]["input_tokens_details"]["cached_tokens"] == known

@@ -91,7 +91,7 @@ def test_an_agents_turn_becomes_one_message_and_tool_messages() -> None:
     assert first == {"role": "tool", "tool_call_id": "toolu_1", "content": said("A", "B")}
     assert second == {"role": "tool", "tool_call_id": "toolu_2", "content": said("Error: no such file")}
     assert user == {"role": "user", "content": said("Go on.")}
-    assert ignored == {"redacted_thinking", "cache_control"}
+    assert ignored == {"messages.redacted_thinking"}
 
 
 @pytest.mark.parametrize(
@@ -153,19 +153,23 @@ def test_what_ran_elsewhere_is_dropped_and_named() -> None:
     ignored: set[str] = set()
     (message,) = chat_messages([{"role": "assistant", "content": blocks}], None, ignored, late_system=True)
     assert message["content"] == said("x")
-    assert ignored == {"server_tool_use", "web_search_tool_result", "mcp_tool_use"}
+    assert ignored == {f"messages.{name}" for name in ("server_tool_use", "web_search_tool_result", "mcp_tool_use")}
 
 
-def test_fields_that_nobody_reads_are_named() -> None:
+def test_names_are_bounded() -> None:
+    blocks = [{"type": f"{k:0100}_tool_result"} for k in range(2)] + [
+        {"type": f"{k}_tool_result"} for k in range(2000)
+    ]
     ignored: set[str] = set()
-    block = {"type": "text", "text": "x", "mood": "glad", "citations": None}
-    chat_messages([{"role": "user", "content": [block], "id": "m"}], None, ignored, late_system=True)
-    assert ignored == {"mood", "messages[].id"}
+    chat_messages([{"role": "assistant", "content": [*blocks, *said("x")]}], None, ignored, late_system=True)
+    assert len(ignored) == 1000
+    assert max(map(len, ignored)) == 64
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "t"}
+SEARCH = {"type": "search_result", "title": "T", "source": "s", "content": []}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +187,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
         ({"role": "user", "content": [IMAGE]}, ".content[0]"),
         ({"role": "user", "content": [{"type": "document"}]}, ".content[0]"),
         ({"role": "user", "content": [{"type": "hologram"}]}, ".content[0].type"),
+        ({"role": "user", "content": [SEARCH | {"content": [IMAGE]}]}, ".content[0].content[0].type"),
+        ({"role": "user", "content": [SEARCH | {"title": None}]}, ".content[0].title"),
         ({"role": "user", "content": [CALL]}, ".content[0].type"),
         ({"role": "user", "content": [RESULT | {"tool_use_id": 5}]}, ".content[0].tool_use_id"),
         ({"role": "user", "content": [RESULT | {"content": [IMAGE]}]}, ".content[0].content[0]"),

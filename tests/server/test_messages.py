@@ -178,7 +178,7 @@ async def test_system_prompt_and_what_clients_put_before_it() -> None:
             prompts.append(prompt_of(engine))
     assert prompts[0] == prompts[1]
     assert prompts[0].startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n")
-    assert response.headers["x-pagemill-ignored"] == "cache_control, x-anthropic-billing-header"
+    assert response.headers["x-pagemill-ignored"] == "system[].cache_control, x-anthropic-billing-header"
 
 
 async def test_the_last_words_of_the_assistant_are_continued() -> None:
