@@ -32,11 +32,33 @@ struct AttentionArgs {
   ElementType type;              // of query, caches and out
 };
 
-// Queries [query_begin, query_end) of one sequence (counted from its first), one kv head.
-struct AttentionItem {
-  int32_t seq, kv_head, query_begin, query_end;
+// Queries [query_begin, query_end) of one sequence, counted from its first in this batch. Its rows: every query by
+// every head of one kv head's group.
+struct QueryTile {
+  int32_t seq, query_begin, query_end;
+};
+
+// One split of one kv head, for the rows of tiles whose block tables agree on that split. More than one tile: the split
+// is whole and every row sees all of it.
+struct AttentionPiece {
+  const QueryTile* tiles;
+  int32_t num_tiles, kv_head, split;
+  float* partial;  // where the rows' results go: values, then maxima, then sums (partial_rows)
+};
+
+// Where one tile's rows of one split lie in what pieces wrote, in floats from the kv head's first.
+struct PartialRows {
+  int64_t value, maximum, sum;
+};
+
+// One tile, one kv head: merges its leftmost splits, which pieces have computed, then computes and merges splits
+// [split_begin, split_end), and writes the output rows.
+struct AttentionMerge {
+  QueryTile tile;
+  int32_t kv_head, num_parts;
+  const PartialRows* parts;
+  float* partials;
   int32_t split_begin, split_end;
-  float* partials;  // null: merge as we go and write the output; else where this item's one split goes
 };
 
 // One row's result of one split: its largest score (-inf: no key), sum and weighted values.
@@ -46,12 +68,20 @@ static inline int64_t partial_floats(int64_t value_dim) { return padded_value_di
 // Rows in scratch are padded to whole AMX tiles.
 static inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
+// Row `row` of `rows` in a piece's partial, from its first float.
+static inline PartialRows partial_rows(int64_t row, int64_t rows, int64_t value_dim) {
+  const int64_t stride = padded_value_dim(value_dim), padded = padded_rows(rows);
+  return {row * stride, padded * stride + row, padded * (stride + 1) + row};
+}
+
+constexpr int64_t kRowRecordBytes = 64;  // what scratch keeps of a row beside its numbers
+
 static inline int64_t attention_scratch_bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
   const int64_t padded = padded_rows(rows);
   const int64_t query = padded * ((key_dim + 31) / 32 * 32) * 4, scores = padded * kSplitTokens * 4;
   const int64_t split = padded * partial_floats(value_dim) * 4;
   const int64_t values = kSplitTokens * padded_value_dim(value_dim) * 4;
-  return query + scores + 2 * split + values;
+  return query + scores + 2 * split + values + padded * kRowRecordBytes;
 }
 
 // The keys a query at `position` sees: [begin, end), clamped to the sequence; empty when end <= begin.

@@ -20,9 +20,8 @@
 // One line per kernel: its name and parameters. All return nothing.
 #define PAGEMILL_KERNELS(KERNEL) \
   KERNEL(write_cache, (const pagemill::CacheWrite& args, int64_t token_begin, int64_t token_end)) \
-  KERNEL(attend, (const pagemill::AttentionArgs& args, const pagemill::AttentionItem& item, char* scratch)) \
-  KERNEL(merge_splits, (const pagemill::AttentionArgs& args, const pagemill::AttentionItem& item, \
-                        int64_t partial_stride, char* scratch)) \
+  KERNEL(attend_piece, (const pagemill::AttentionArgs& args, const pagemill::AttentionPiece& piece, char* scratch)) \
+  KERNEL(attend_merge, (const pagemill::AttentionArgs& args, const pagemill::AttentionMerge& merge, char* scratch)) \
   KERNEL(pack_linear, (const pagemill::PackArgs& args, int64_t panel_begin, int64_t panel_end)) \
   KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next)) \
   KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \

@@ -12,6 +12,7 @@
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
 #include "layer_cases.h"
+#include "plan_cases.h"
 
 namespace {
 
@@ -302,7 +303,7 @@ int run_level(const std::string& level) {
 
 int main() {
   const std::string levels = pagemill::available_levels();
-  int failed = 0;
+  int failed = pagemill::run_plan_cases();
   for (size_t begin = 0; begin < levels.size();) {
     const size_t end = std::min(levels.find(',', begin), levels.size());
     failed += run_level(levels.substr(begin, end - begin));

@@ -6,7 +6,9 @@ the output starts as NaN: whatever reads or leaves what it should not shows up a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,10 +37,19 @@ class Shape:
 
 
 class Batch:
-    """Sequences of `lengths` keys, the last `queries` of which are computed in this step."""
+    """Sequences of `lengths` keys, the last `queries` of which are computed in this step.
+
+    `prefixes`: a sequence begins with so many tokens of an earlier one, in the same blocks: {sequence: (of, tokens)}.
+    """
 
     def __init__(
-        self, shape: Shape, lengths: list[int], queries: list[int], dtype: torch.dtype, seed: int = 0
+        self,
+        shape: Shape,
+        lengths: list[int],
+        queries: list[int],
+        dtype: torch.dtype,
+        seed: int = 0,
+        prefixes: Mapping[int, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -56,6 +67,11 @@ class Batch:
         self.key_cache, self.value_cache = empty_caches(num_blocks, shape, dtype)
         order = torch.randperm(num_blocks, generator=generator).tolist()
         self.blocks = [[order.pop() for _ in range(n)] for n in per_seq]
+        for sequence, (source, tokens) in prefixes.items():
+            for rows in (self.keys, self.values):
+                rows[sequence][:tokens] = rows[source][:tokens]
+            count = tokens // shape.block_size
+            self.blocks[sequence][:count] = self.blocks[source][:count]
         for keys, values, blocks in zip(self.keys, self.values, self.blocks, strict=True):
             ops.reshape_and_cache(keys, values, self.key_cache, self.value_cache, self.slots(blocks, len(keys)))
 

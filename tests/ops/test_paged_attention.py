@@ -105,6 +105,57 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(integers), b.view(integers))
 
 
+SHARED_SHAPES = {
+    "g3": Shape(kv_heads=1),
+    "two-heads": Shape(kv_heads=2, group=1),
+    "g4-d256": Shape(kv_heads=1, group=4, key_dim=256, value_dim=256),
+    "d20": Shape(kv_heads=1, group=2, key_dim=20, value_dim=20),
+    "blocks-of-96": Shape(kv_heads=1, block_size=96),
+    "blocks-of-512": Shape(kv_heads=1, block_size=512),
+    "many-heads": Shape(kv_heads=1, group=25, key_dim=16, value_dim=16),
+    "window": Shape(kv_heads=1, window=600),
+    "chunk": Shape(kv_heads=1, chunk=800),
+    "everything": Shape(kv_heads=1, group=4, window=700, chunk=1024, softcap=20.0, sinks=True),
+}
+# length, queries, and what it begins with: (sequence, tokens)
+SHARED_SEQUENCES: list[tuple[int, int, tuple[int, int] | None]] = [
+    (1100, 1, None),
+    (1030, 1, (0, 1024)),
+    (1200, 1, (0, 1024)),
+    (1029, 3, (0, 1024)),
+    (1040, 20, (0, 1024)),  # computes part of what it shares
+    (1000, 100, (0, 768)),  # a prompt's chunk beside decodes
+    (700, 1, (0, 512)),  # leaves the others early
+    (800, 1, (0, 96)),  # less than a split: no sharing
+    (600, 1, None),
+    (900, 2, (8, 512)),  # a second tree
+    (900, 1, (9, 768)),
+    (1100, 1, (0, 1088)),  # a fork: all but the last block
+]
+
+
+@pytest.mark.parametrize("name", SHARED_SHAPES)
+def test_a_shared_prefix_changes_no_bit(level: str, dtype: torch.dtype, name: str) -> None:
+    """Sequences whose blocks are the same beside one another, against each alone, where nothing is shared."""
+    shape = SHARED_SHAPES[name]
+    lengths, queries = [n for n, _, _ in SHARED_SEQUENCES], [q for _, q, _ in SHARED_SEQUENCES]
+    size = shape.block_size
+    prefixes = {s: (p[0], p[1] // size * size) for s, (_, _, p) in enumerate(SHARED_SEQUENCES) if p is not None}
+    batch = Batch(shape, lengths, queries, dtype, prefixes=prefixes)
+    whole = batch.attend()
+    assert_close(whole, *batch.exact())
+    alone = torch.cat([batch.attend([(s, 0, n)]) for s, n in enumerate(queries)])
+    assert same_bits(whole, alone)
+    torch.set_num_threads(2)
+    assert same_bits(batch.attend(), alone)
+    twins = [(s, 0, n) for s, n in enumerate(queries) if n < 4] * 3  # more rows than share one pass
+    starts = torch.tensor([0, *queries]).cumsum(0).tolist()
+    expected = torch.cat([alone[starts[s] : starts[s + 1]] for s, _, _ in twins])
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert same_bits(batch.attend(twins), expected), threads
+
+
 def test_rows_without_keys_are_zeros(level: str, dtype: torch.dtype) -> None:
     """An empty sequence, a sequence that computes nothing, queries before the first key, rows of no sequence."""
     shape = Shape()
