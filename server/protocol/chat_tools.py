@@ -58,7 +58,7 @@ class Tool(WireModel):
 
     hints: ClassVar = frozenset({"cache_control", "id"})
 
-    type: str = "function"
+    type: Annotated[str, BeforeValidator(lambda given: "function" if given is None else given)] = "function"
     function: Function | None = None
     custom: Custom | None = None
 
@@ -185,7 +185,7 @@ def _allowed(choice: dict[str, Any], known: dict[str, Tool], dropped: list[str])
 
 
 def _named(choice: dict[str, Any], known: dict[str, Tool], dropped: list[str]) -> str:
-    kind = choice.get("type", "function")
+    kind = "function" if choice.get("type") is None else choice["type"]
     if kind not in ("function", "custom"):
         told = f"tool_choice names a tool of type {short(kind)}, which this server cannot run."
         raise InvalidRequest(told, param="tool_choice", code="unsupported_tool")

@@ -9,7 +9,8 @@ ApiError            anything a client is told, with its status
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 import orjson
@@ -82,6 +83,19 @@ class InvalidRequest(ApiError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(400, message, param=param, code=code)
+
+
+def retold(error: ApiError, params: Iterable[tuple[re.Pattern[str], str]]) -> ApiError:
+    """An error about a field that was translated, about the one that it came from: where `param` begins with a
+    pattern, it is spelled as that says (with its groups), and so is the beginning of the message."""
+    for pattern, spelled in params:
+        if error.param and (match := pattern.match(error.param)):
+            told, ours = error.message, match.expand(spelled)
+            if told.startswith(match[0]):
+                told = ours + told[match.end() :]
+            param = ours + error.param[match.end() :]
+            return ApiError(error.status, told, error.type, param, error.code, error.headers)
+    return error
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -7,13 +7,15 @@ Anthropic's own servers can run.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast
 
 from server.protocol.chat import ChatRequest
 from server.protocol.common import stop_list
-from server.protocol.errors import InvalidRequest
+from server.protocol.errors import ApiError, InvalidRequest, retold
 from server.protocol.fields import WireModel, shape
 from server.protocol.message_blocks import MESSAGES, SYSTEM, Ignored, chat_messages
 from server.protocol.message_tools import client_tool
@@ -30,6 +32,14 @@ REFUSED = {
     "compaction": "compaction is not supported: ask for a summary in a message.",
     "thread": "thread is not supported: send the whole conversation.",
 }
+_FORMAT_PARAM = re.compile(r"response_format(\.json_schema)?")
+_PARAMS = (  # of chat -> ours
+    (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
+    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"tool_choice\.function"), "tool_choice"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
+    (re.compile(r"stop\Z"), "stop_sequences"),
+)
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -157,29 +167,63 @@ class MessagesRequest(WireModel):
                 raise InvalidRequest(told, param="messages")
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
         chat |= self._tools_for_chat() | self._format_for_chat() | self._thinking_for_chat()
-        request = check_fields(chat, ChatRequest)
-        request.check()
+        try:
+            request = check_fields(chat, ChatRequest)
+            request.check()
+        except InvalidRequest as error:
+            raise self.in_our_words(error) from None
         return request
+
+    def in_our_words(self, error: ApiError) -> ApiError:
+        """An error about a field of the chat request, about the field that it came from."""
+        return retold(error, (*_PARAMS, (_FORMAT_PARAM, self._format[0])))
 
     def _tools_for_chat(self) -> dict[str, Any]:
         chat: dict[str, Any] = {}
         if self.tools:
+            self._check_names(self.tools)
             chat["tools"] = [tool.for_chat(f"tools[{index}]") for index, tool in enumerate(self.tools)]
         choice = self.tool_choice
         if choice is None:
             return chat
-        if choice.type == "tool" and not choice.name:
-            raise InvalidRequest("tool_choice.name must be the name of a tool.", param="tool_choice.name")
+        self._check_choice(choice)
         named = {"type": "function", "function": {"name": choice.name}}
         chat["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         if choice.disable_parallel_tool_use:
             chat["parallel_tool_calls"] = False
         return chat
 
-    def _format_for_chat(self) -> dict[str, Any]:
-        path, wanted = "output_format", self.output_format
+    @staticmethod
+    def _check_names(tools: Sequence[Tool]) -> None:
+        names: set[str | None] = set()
+        for index, tool in enumerate(tools):
+            if tool.name is not None and tool.name in names:
+                told = f"tools[{index}].name is that of an earlier tool: {short(tool.name)}."
+                raise InvalidRequest(told, param=f"tools[{index}].name")
+            names.add(tool.name)
+
+    def _check_choice(self, choice: ToolChoice) -> None:
+        """Whether there is a tool that it can mean. Raises InvalidRequest."""
+        dropped = [tool for tool in self.tools or () if tool.is_dropped]
+        if choice.type == "tool":
+            if not choice.name:
+                raise InvalidRequest("tool_choice.name must be the name of a tool.", param="tool_choice.name")
+            if any(tool.name == choice.name for tool in dropped):
+                told = f"tool_choice.name is that of a tool which this server cannot run: {short(choice.name)}."
+                raise InvalidRequest(told, param="tool_choice.name", code="unsupported_tool")
+        if choice.type == "any" and len(dropped) == len(self.tools or ()):
+            why = f", and this server cannot run {short(dropped[0].type)}" if dropped else ""
+            raise InvalidRequest(f'tool_choice "any" needs a tool{why}.', param="tool_choice")
+
+    @property
+    def _format(self) -> tuple[str, dict[str, Any] | None]:
+        """(path, value) of the form that is asked for."""
         if self.output_config is not None and self.output_config.format is not None:
-            path, wanted = "output_config.format", self.output_config.format
+            return "output_config.format", self.output_config.format
+        return "output_format", self.output_format
+
+    def _format_for_chat(self) -> dict[str, Any]:
+        path, wanted = self._format
         if wanted is None:
             return {}
         if wanted.get("type") != "json_schema":

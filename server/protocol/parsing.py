@@ -142,7 +142,7 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
     details = errors[0]
     param = path_of(details["loc"])
     kind = details["type"]
-    if kind == "missing":
+    if kind == "missing" or (details["input"] is None and isinstance(details["loc"][-1], str)):  # null is absent
         return InvalidRequest(
             f"You must provide the parameter {param}.", param=param, code="missing_required_parameter"
         )
@@ -156,7 +156,7 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
         nouns = " or ".join(_WANTED[each].removeprefix("must be ") for each in members)
         param = path_of(place)
         return InvalidRequest(f"{param} must be {nouns}, got {short(given)}.", param=param)
-    wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {}))
+    wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {})).replace("'", '"')
     return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
 
 

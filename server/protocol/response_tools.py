@@ -139,7 +139,9 @@ class Tools:
         return mode, self.for_chat
 
     def _allowed(self, choice: dict[str, Any]) -> tuple[Choice, list[dict[str, Any]]]:
-        mode, wanted = choice.get("mode", "auto"), choice.get("tools")
+        mode, wanted = choice.get("mode"), choice.get("tools")
+        if mode is None:
+            mode = "auto"
         if mode not in ("auto", "required"):
             told = f"tool_choice.mode must be auto or required, got {short(mode)}."
             raise InvalidRequest(told, param="tool_choice.mode")

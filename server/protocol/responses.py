@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import FailFast
+from pydantic import BeforeValidator, FailFast
 
 from server.protocol.chat import ChatRequest
 from server.protocol.common import GenerationRequest, StreamOptions
-from server.protocol.errors import ApiError, InvalidRequest
+from server.protocol.errors import ApiError, InvalidRequest, retold
 from server.protocol.fields import WireModel, shape
 from server.protocol.parsing import at_most, check_fields, short
 from server.protocol.response_fields import ITEMS, TOOL_CHOICE, TOOLS
@@ -45,6 +45,10 @@ _SHARED = tuple(
     for name in GenerationRequest.model_fields
     if name not in ("n", "max_tokens", "stream_options", "response_format", "return_token_ids")
 )
+
+
+def _without_nulls(value: object) -> object:
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 class ResponseStreamOptions(StreamOptions):
@@ -90,7 +94,7 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = None
     include: Annotated[list[str] | None, FailFast(), at_most(MAX_INCLUDE)] = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_without_nulls)] = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
@@ -231,11 +235,4 @@ _PARAMS = (
 
 def in_our_words(error: ApiError) -> ApiError:
     """An error about a field of the chat request, about the field that it came from."""
-    for chat, ours in _PARAMS:
-        if error.param and (match := chat.match(error.param)):
-            told = error.message
-            if told.startswith(match[0]):
-                told = ours + told[match.end() :]
-            param = ours + error.param[match.end() :]
-            return ApiError(error.status, told, error.type, param, error.code, error.headers)
-    return error
+    return retold(error, _PARAMS)

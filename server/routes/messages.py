@@ -7,11 +7,12 @@ from dataclasses import replace
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from engine.sampling_params import InvalidParameter
 from server.conversation import Conversation, prepare
 from server.front import Front, front_of, read
 from server.openapi import takes
 from server.protocol.chat import ChatRequest
-from server.protocol.errors import InvalidRequest
+from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.protocol.messages import MessagesRequest
 from server.protocol.messages_writer import MessagesWriter
 
@@ -23,6 +24,14 @@ async def create_message(request: Request) -> Response:
     """Go on with a conversation. What does not fit beside the prompt is cut by the context, not refused."""
     front = front_of(request)
     body, chat = await _read(request, front)
+    try:
+        return await _answer(request, front, body, chat)
+    except (ApiError, InvalidParameter) as error:
+        raise body.in_our_words(to_api_error(error)) from None
+
+
+async def _answer(request: Request, front: Front, body: MessagesRequest, chat: ChatRequest) -> Response:
+    """Raises ApiError and InvalidParameter, in chat's words."""
     max_tokens = body.check_max_tokens()
     model = front.check_model(chat.model)
     conversation = await _prepare(front, chat)
@@ -47,9 +56,12 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """{"input_tokens"}: what the prompt of the same POST /v1/messages would have, also where that is too long."""
     front = front_of(request)
-    _, chat = await _read(request, front)
+    body, chat = await _read(request, front)
     front.check_model(chat.model)
-    conversation = await prepare(front, chat, least_output=None)
+    try:
+        conversation = await prepare(front, chat, least_output=None)
+    except (ApiError, InvalidParameter) as error:
+        raise body.in_our_words(to_api_error(error)) from None
     front.ignored.note(request, conversation.ignored)
     return Response(orjson.dumps({"input_tokens": len(conversation.prompt)}), media_type="application/json")
 

@@ -34,6 +34,7 @@ THINKER = small_tokenizer(chat_template=TEMPLATE)
 USER = {"role": "user", "content": "Name a colour."}
 BASE = {"model": "fake-model", "max_tokens": 300, "messages": [USER]}
 TOOL = {"name": "Read", "description": "Reads.", "input_schema": {"type": "object", "properties": {"path": {}}}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
 CALL = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
 TURN = (
     "<think>\nTwo files, é😀.\n</think>\n\nLooking.\n"
@@ -354,6 +355,21 @@ async def test_served_fields(fields: dict[str, Any], ignored: str | None) -> Non
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
         ({"chat_template_kwargs": 5, "thinking": {"type": "enabled"}}, "chat_template_kwargs"),
+        ({"compaction": {"type": "summary"}}, "compaction is not supported"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
+        ({"tools": [TOOL, TOOL]}, 'tools[1].name is that of an earlier tool: "Read"'),
+        ({"tools": [TOOL | {"name": "x" * 300}]}, "tools[0].name must be a name of 1 to 256"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, 'this server cannot run "web_search_20250305"'),
+        (
+            {"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice.name is that of",
+        ),
+        ({"stop_sequences": ["a" * 5000]}, "stop strings of 4096 characters"),
+        ({"output_format": {"type": "json_schema", "schema": {"const": "bad"}}}, "output_format.schema is bad"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"const": "bad"}}}},
+            "output_config.format.schema is bad",
+        ),
     ],
 )
 async def test_refused_fields(fields: dict[str, Any], told: str) -> None:
