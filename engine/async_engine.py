@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -52,6 +53,7 @@ class AsyncEngine:
         self._forms: dict[int, StructuredOutput] = {}  # of the streams that have one
         self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
         self._listeners: list[Callable[[Delivery], None]] = []
+        self._outbox: deque[Delivery] = deque()  # on their way from the engine thread
         self._num_waiting = 0  # admitted sequences that have not produced a token
         self._num_waiting_tokens = 0  # their prompt tokens
         self._idle = asyncio.Event()
@@ -80,7 +82,7 @@ class AsyncEngine:
         self._loop = EngineLoop(
             self._load_parts,
             pipeline_depth=self.config.scheduler.pipeline_depth,
-            deliver=lambda delivery: self._hand(self._on_delivery, delivery),
+            deliver=self._deliver,
             on_ready=lambda: self._hand(settle, None),
             on_death=lambda error: self._hand(settle, error),
         )
@@ -101,6 +103,11 @@ class AsyncEngine:
         """Engine thread -> event loop; silent once the event loop is gone."""
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(callback, *args)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """In the engine thread."""
+        self._outbox.append(delivery)
+        self._hand(self._on_deliveries)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, let what is in flight finish for `grace_s` seconds, end the rest with an error."""
@@ -294,14 +301,25 @@ class AsyncEngine:
 
     # -- deliveries ---------------------------------------------------------------------------------------------
 
-    def _on_delivery(self, delivery: Delivery) -> None:
-        for stream_id, outputs in delivery.outputs:
-            stream = self._streams.get(stream_id)
-            if stream is not None:
-                stream.put(outputs)
-                self._settle(stream)
-        for listener in self._listeners:
-            listener(delivery)
+    def _on_deliveries(self) -> None:
+        """All that have come: where the event loop lags behind the steps, a stream's tokens of several steps leave
+        together, so that it catches up."""
+        touched: dict[int, GenerationStream] = {}
+        deliveries: list[Delivery] = []
+        while self._outbox:
+            delivery = self._outbox.popleft()
+            deliveries.append(delivery)
+            for stream_id, outputs in delivery.outputs:
+                stream = self._streams.get(stream_id)
+                if stream is not None:
+                    stream.add(outputs)
+                    touched[stream_id] = stream
+        for stream in touched.values():
+            stream.flush()
+            self._settle(stream)
+        for delivery in deliveries:
+            for listener in self._listeners:
+                listener(delivery)
 
     def _settle(self, stream: GenerationStream) -> None:
         """Keep the admission counts and the idle event true to the stream's state."""

@@ -19,7 +19,7 @@ class StopStrings:
     """The compiled automaton: built once per request, shared by its choices, never changed. Empty strings are
     ignored. States are numbers, state 0 is the empty suffix."""
 
-    __slots__ = ("depth", "ends", "fail", "next")
+    __slots__ = ("depth", "ends", "fail", "firsts", "next")
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
@@ -29,6 +29,7 @@ class StopStrings:
         for text in stop:
             self._add(text)
         self._link()
+        self.firsts = frozenset(self.next[0])  # characters that a stop string may begin with
 
     def _add(self, text: str) -> None:
         state = 0
@@ -84,6 +85,8 @@ class StopMatcher:
         if self.matched is not None:
             return "", True
         stop, state = self._stop, self._state
+        if state == 0 and stop.firsts.isdisjoint(text):
+            return text, False
         held = self._held + text
         for end in range(len(self._held) + 1, len(held) + 1):
             state = stop.step(state, held[end - 1])

@@ -1,6 +1,7 @@
 """`GenerationStream`: the outputs of one HTTP request, as an async iterator on the event loop.
 
-What arrives while the reader is busy is merged, so that a slow reader gets fewer, larger items.
+What arrives while the reader is busy is merged, so that a slow reader gets fewer, larger items. What arrives while it
+waits need not wake it: a sink may take it on the spot.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from engine.outputs import SequenceOutput
 
 Key = tuple[int, int]  # (prompt_index, choice_index)
+Sink = Callable[[tuple[SequenceOutput, ...]], bool]
 
 
 class GenerationStream:
@@ -36,6 +38,8 @@ class GenerationStream:
         self._started = (0, 0)  # sequences and prompt tokens, since the engine last asked
         self._pending: dict[Key, list[SequenceOutput]] = {}
         self._waiter: asyncio.Future[None] | None = None  # a bare future: an Event costs 2 us more per token
+        self._sink: Sink | None = None
+        self._fault: Exception | None = None  # what the sink raised
 
     @property
     def ended(self) -> bool:
@@ -46,13 +50,23 @@ class GenerationStream:
         return self
 
     async def __anext__(self) -> tuple[SequenceOutput, ...]:
-        while not self._pending:
+        while not self._pending and self._fault is None:
             if self.ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if self._fault is not None:
+            raise self._fault
         pending, self._pending = self._pending, {}
-        return tuple(outputs[0] if len(outputs) == 1 else _merge(outputs) for outputs in pending.values())
+        return _merged(pending)
+
+    def pass_to(self, sink: Sink) -> None:
+        """From now on `sink` is given what comes while the reader waits, unless it ends a sequence: waking a task for
+        every token costs more than all else that is done with it.
+
+        It runs in the engine's delivery, so it must not take long. False: it has not touched the outputs, they wake
+        the reader. What it raises, the reader's iteration raises. It may call `finish` and `close`."""
+        self._sink = sink
 
     def finish(self, prompt_index: int, choice_index: int) -> None:
         """The reader has all it wants of this sequence: nothing more of it is computed or yielded."""
@@ -82,15 +96,49 @@ class GenerationStream:
     # -- the engine's side --------------------------------------------------------------------------------------
 
     def put(self, outputs: tuple[SequenceOutput, ...]) -> None:
+        """One delivery: `add` and `flush`."""
+        self.add(outputs)
+        self.flush()
+
+    def add(self, outputs: tuple[SequenceOutput, ...]) -> None:
+        """Keep outputs for the next `flush`; those of one sequence are merged."""
         for output in outputs:
             key = (output.prompt_index, output.choice_index)
             if key not in self._open:
                 continue  # finished or closed while this was on its way
-            self._pending.setdefault(key, []).append(output)
-            self._start(key)
+            if key in self._pending:
+                self._pending[key].append(output)
+            else:
+                self._pending[key] = [output]
+            if key in self._not_started:
+                self._start(key)
             if output.finish_reason is not None:
                 self._open.discard(key)
-        self._wake()
+
+    def flush(self) -> None:
+        """Hand on what was added, to the sink or to the reader."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # it is busy and will look for more
+        if self._sink is None or not self._pending or not self._pour(self._sink):
+            self._wake()
+
+    def _pour(self, sink: Sink) -> bool:
+        """Whether the sink has taken all that is pending."""
+        pending = self._pending
+        outputs = _merged(pending)
+        for output in outputs:
+            if output.finish_reason is not None:
+                return False
+        self._pending = {}
+        try:
+            taken = sink(outputs)
+        except Exception as error:
+            self._fault = error
+            return False
+        if not taken:
+            self._pending = pending
+        return taken
 
     def fail(self, message: str) -> None:
         """End every open sequence with an error."""
@@ -105,6 +153,10 @@ class GenerationStream:
         tokens = self._not_started.pop(key, None)
         if tokens is not None:
             self._started = (self._started[0] + 1, self._started[1] + tokens)
+
+
+def _merged(pending: Mapping[Key, list[SequenceOutput]]) -> tuple[SequenceOutput, ...]:
+    return tuple([outputs[0] if len(outputs) == 1 else _merge(outputs) for outputs in pending.values()])
 
 
 def _merge(outputs: list[SequenceOutput]) -> SequenceOutput:

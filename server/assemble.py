@@ -101,8 +101,8 @@ class Answer:
     def take(self, outputs: Sequence[SequenceOutput]) -> list[tuple[int, Piece]]:
         """(choice index, piece) in the order they may leave. Raises RequestFailed."""
         taken: list[tuple[int, Piece]] = []
-        for output in outputs if self._prompts else ():
-            if output.prompt_logprobs:
+        for output in outputs:
+            if output.prompt_logprobs and self._prompts:
                 self._prompts[output.prompt_index].take(output.prompt_logprobs)
                 self.num_prompt_logprobs += sum(len(chunk.logprobs) for chunk in output.prompt_logprobs)
         for output in outputs:
@@ -114,7 +114,8 @@ class Answer:
             except RequestFailed:
                 self._failed = True
                 raise
-            taken.extend([(index, piece) for piece in pieces])
+            for piece in pieces:
+                taken.append((index, piece))
             self._num_cached[output.prompt_index] = output.num_cached_tokens
             if assembler.finish_reason is not None and output.finish_reason is None:
                 self.stream.finish(output.prompt_index, output.choice_index)

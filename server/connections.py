@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.metrics import Metrics
-from server.middleware import Exchange
+from server.middleware import SHORTCUT, Exchange
 from server.protocol.errors import ApiError
 
 UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
@@ -126,6 +126,7 @@ class Connection(HttpToolsProtocol):
         self.app = self._until_close if self.parser.get_http_version() in ("0.9", "1.0") else self._application
         idle = not self._is_answering
         super().on_headers_complete()
+        self.scope["state"][SHORTCUT] = ChunkWriter(self.cycle)
         if idle:
             self._answering = self.cycle
         self._unwatch_head()
@@ -260,6 +261,31 @@ class Connection(HttpToolsProtocol):
     def _cut_off(self) -> None:
         self._metrics.slow_client()
         self.transport.abort()
+
+
+class ChunkWriter:
+    """`middleware.Shortcut`: pieces of one answer in HTTP's chunked coding. Closed before the head is out, behind the
+    last piece, where the coding is another, and while the client has too much to read."""
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+
+    @property
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not self._flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, body: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def without_upgrade(data: bytes) -> bytes:

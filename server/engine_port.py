@@ -19,6 +19,9 @@ class Generation(Protocol):
 
     async def __anext__(self) -> tuple[SequenceOutput, ...]: ...
 
+    def pass_to(self, sink: Callable[[tuple[SequenceOutput, ...]], bool]) -> None:
+        """`sink` takes what comes while the reader waits, without waking it."""
+
     def finish(self, prompt_index: int, choice_index: int) -> None:
         """The reader has all it wants of this sequence."""
 

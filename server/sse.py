@@ -10,6 +10,9 @@ A stream's three ends, all of which close the engine's side in one `finally`:
 
 A client that does not read is cut off by `server/connections.py`; here it looks like one that left. Tokens that
 arrive while a write waits for the client are merged by the engine's hand-over: fewer, larger events.
+
+A token that ends nothing wakes no task: the engine's delivery renders it and writes it, where the server lets pieces
+of a body past ASGI (`middleware.Shortcut`). All else, and all that another server serves, goes through `_pump`.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from collections.abc import Callable, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.outputs import EngineError
+from engine.outputs import EngineError, SequenceOutput
 from engine.text import Piece
 from server.assemble import Answer
 from server.metrics import Metrics
+from server.middleware import Exchange
 from server.protocol.answers import AnswerWriter
 from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
 
@@ -50,10 +54,16 @@ async def collect(
     pieces: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
     watch = asyncio.create_task(client_gone(receive))
     watch.add_done_callback(lambda _: answer.close())  # ends the loop below
+
+    def keep(outputs: Sequence[SequenceOutput]) -> bool:
+        for index, piece in answer.take(outputs):
+            pieces[index].append(piece)
+        return True
+
+    answer.stream.pass_to(keep)
     try:
         async for outputs in answer.stream:
-            for index, piece in answer.take(outputs):
-                pieces[index].append(piece)
+            keep(outputs)
     except EngineError as error:
         told = error_view(error)
         logger.log(_level(told), "request %s failed: %s", writer.id, error)
@@ -87,8 +97,7 @@ def _level(told: ApiError) -> int:
 
 
 class EventStream(Response):
-    """The streamed answer, an ASGI application of its own: no task hand-over per token between the engine's
-    delivery and the socket.
+    """The streamed answer, an ASGI application of its own.
 
     keep_alive_s: a comment is sent after this much silence, so that proxies keep the connection (0: never)."""
 
@@ -112,16 +121,19 @@ class EventStream(Response):
         self._error_view = error_view
         self._last_write = 0.0  # monotonic seconds
         self._begun: set[int] = set()  # choices whose prompt was told, where prompts have logprobs
+        self._num_open = answer.num_choices  # without a finish_reason
+        self._last = b""  # what the sink has left for the pump to write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._exchange: Exchange | None = scope.get("state", {}).get("exchange")
         self._last_write = time.monotonic()
         try:
             async with asyncio.timeout(None) as deadline:
                 attendant = asyncio.create_task(self._attend(receive, deadline))
                 try:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await asyncio.create_task(self._pump())  # a short chain of frames to wake per token
+                    await self._pump()
                 finally:
                     attendant.cancel()
         except TimeoutError:  # the attendant's word: nobody is there any more
@@ -132,32 +144,55 @@ class EventStream(Response):
     async def _pump(self) -> None:
         """From the engine's deliveries to the socket: one write per delivery."""
         answer = self._answer
-        num_open = answer.num_choices
-        events: list[bytes] = []
+        body = b""
         try:
             if first := self._writer.first_events(answer.usage()):
                 await self._write(first, more=True)
+            answer.stream.pass_to(self._pass_on)
             async for outputs in answer.stream:
-                events = []
                 pieces = answer.take(outputs)
                 if self._num_entries(pieces) > MANY_ENTRIES:
-                    await asyncio.to_thread(self._render, pieces, events)
+                    body = await asyncio.to_thread(self._render, pieces)
                 else:
-                    self._render(pieces, events)
-                num_open -= sum([piece.finish_reason is not None for _, piece in pieces])
-                if not num_open:
-                    events.append(self._writer.last_events(answer.usage()))
+                    body = self._render(pieces)
+                if not self._num_open:
                     break
-                if body := b"".join(events):
+                if body:
                     await self._write(body, more=True)
+                    body = b""
+            body = self._last + body + self._writer.last_events(answer.usage())
         except Exception as error:  # the status line is out: a failure must become an event, whatever it is
-            events = [self._writer.error_events(self._told(error))]
-        await self._write(b"".join(events), more=False)
+            body = self._writer.error_events(self._told(error))
+        await self._write(body, more=False)
 
-    def _render(self, pieces: Sequence[tuple[int, Piece]], events: list[bytes]) -> None:
-        """Adds to `events`, which holds what was rendered even if a later piece fails."""
+    def _pass_on(self, outputs: Sequence[SequenceOutput]) -> bool:
+        """The stream's sink: straight to the socket. A stop string may be found here; the pump ends the answer."""
+        exchange = self._exchange
+        if exchange is None or not exchange.can_write or self._may_take_long(outputs):
+            return False
+        body = self._render(self._answer.take(outputs))
+        if not self._num_open:
+            self._last = body
+        elif body:
+            exchange.write(body)
+            self._last_write = time.monotonic()
+        return True
+
+    def _may_take_long(self, outputs: Sequence[SequenceOutput]) -> bool:
+        num_tokens = 0
+        for output in outputs:
+            if output.prompt_logprobs:
+                return True
+            num_tokens += len(output.token_ids)
+        return num_tokens > MANY_ENTRIES or self._answer.num_prompt_logprobs > 0
+
+    def _render(self, pieces: Sequence[tuple[int, Piece]]) -> bytes:
+        events = []
         for index, piece in pieces:
             events.append(self._writer.event(index, piece))
+            if piece.finish_reason is not None:
+                self._num_open -= 1
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def _num_entries(self, pieces: Sequence[tuple[int, Piece]]) -> int:
         """Logprobs that the events of these pieces tell; the first event of a choice may tell its prompt's."""

@@ -1,7 +1,8 @@
 """Answers on the wire: what every writer offers.
 
 `sse.py` knows only `AnswerWriter`: one writer per answer, streamed or plain, in the words of one API. A chunk's
-unchanging parts are rendered once per answer; per piece there is one bytes join and one JSON string.
+unchanging parts are rendered once per choice; a piece that is a bit of text and nothing else is a JSON string between
+two of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import orjson
 from engine.text import Piece
 from server.assemble import Usage
 from server.protocol.errors import ApiError
+
+Mould = tuple[bytes, bytes]  # what stands before and behind the text of a chunk that has nothing but text
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"

@@ -12,7 +12,7 @@ from engine.text import Piece, TokenEntry
 from engine.tokenizer import Tokenizer
 from server.assemble import Usage
 from server.parsers.base import CallArguments, CallBegin, Content, Part, Reasoning
-from server.protocol.answers import NULL, Frame
+from server.protocol.answers import NULL, Frame, Mould
 from server.protocol.conversation_writer import Choice, ConversationWriter, NewParser, joined
 from server.protocol.logprobs import chat_logprobs, prompt_logprobs
 from server.shown_prompt import ShownPrompt
@@ -51,18 +51,21 @@ class ChatWriter(ConversationWriter):
         self._custom_tools = custom_tools
         self._custom_calls: set[tuple[int, int]] = set()  # (choice, call)
         self._begun: set[int] = set()  # choices whose role was sent
+        self._moulds: dict[int, Mould] = {}  # of those whose pieces may be mere content
         self._prompt_ids = prompt_ids
         self._prompt_logprobs = prompt_logprobs
 
     def events(self, index: int, parts: Sequence[Part], piece: Piece) -> bytes:
+        mould = self._moulds.get(index)
+        if mould is not None and len(parts) == 1 and type(parts[0]) is Content and piece.finish_reason is None:
+            return mould[0] + orjson.dumps(parts[0].text) + mould[1]
         deltas = [self._delta(index, part) for part in (joined(parts) if len(parts) > 1 else parts)]
         finish = orjson.dumps(self.finish_reason(index, piece))
         told = b"" if self._prompt_ids is None else b',"token_ids":' + orjson.dumps(piece.token_ids)
         if not deltas and (piece.finish_reason is not None or piece.entries or told):
             deltas = [b"{}"]
         logprobs = orjson.dumps(self._chat_logprobs(*self.split(index, piece))) if self._logprobs else NULL
-        chunks = [] if index in self._begun else [self._first_chunk(index)]
-        self._begun.add(index)
+        chunks = [] if index in self._begun else [self._begin(index)]
         for k, delta in enumerate(deltas):  # a piece's logprobs go with its first delta, its end with its last
             is_last = k == len(deltas) - 1
             chunks.append(
@@ -89,9 +92,15 @@ class ChatWriter(ConversationWriter):
         kind, key = KINDS[name in self._custom_tools]
         return {"id": id, "type": kind, kind: {"name": name, key: ""}}
 
-    def _first_chunk(self, index: int) -> bytes:
+    def _begin(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        is_first = not self._begun
+        self._begun.add(index)
+        if not self._logprobs and self._prompt_ids is None:
+            before, _, behind = self._chunk(index, b'{"content":\0}', NULL, NULL).rpartition(b"\0")
+            self._moulds[index] = before, behind
         chunk = self._chunk(index, _ROLE, NULL, NULL)
-        if self._prompt_ids is None or self._begun:
+        if self._prompt_ids is None or not is_first:
             return chunk
         ids = b'],"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids))
         return chunk.removesuffix(self._frame.tail) + ids + self._frame.tail[1:]

@@ -10,7 +10,7 @@ import orjson
 from engine.text import Piece
 from engine.tokenizer import Tokenizer
 from server.assemble import Usage
-from server.protocol.answers import NULL, AnswerWriter, Frame
+from server.protocol.answers import NULL, AnswerWriter, Frame, Mould
 from server.protocol.logprobs import completion_logprobs, prompt_logprobs
 from server.shown_prompt import ShownPrompt
 
@@ -45,19 +45,27 @@ class CompletionWriter(AnswerWriter):
         self._num_prompt_logprobs = num_prompt_logprobs
         self._token_ids = token_ids
         self._begun: set[int] = set()  # choices whose prompt was shown
+        self._moulds: dict[int, Mould] = {}  # of those whose pieces are mere text, up to the last
 
     def event(self, index: int, piece: Piece) -> bytes:
+        mould = self._moulds.get(index)
+        if mould is not None and piece.finish_reason is None:
+            return mould[0] + orjson.dumps(piece.text) + mould[1]
         prompt = None
         if index not in self._begun:
             self._begun.add(index)
             prompt = self._prompts[index // self._n]
             piece = prompt.before(piece)
+            if not self._logprobs and not self._token_ids:
+                self._moulds[index] = self._before(index), b',"logprobs":null,"finish_reason":null}' + self._frame.tail
         logprobs = orjson.dumps(completion_logprobs(self._tokenizer, piece.entries)) if self._logprobs else NULL
         return b"".join((
-            self._frame.head, b'{"index":%d,"text":' % index, orjson.dumps(piece.text), b',"logprobs":', logprobs,
-            b',"finish_reason":', orjson.dumps(piece.finish_reason), self._ids(prompt, piece.token_ids), b"}",
-            self._frame.tail,
+            self._before(index), orjson.dumps(piece.text), b',"logprobs":', logprobs, b',"finish_reason":',
+            orjson.dumps(piece.finish_reason), self._ids(prompt, piece.token_ids), b"}", self._frame.tail,
         ))  # fmt: skip
+
+    def _before(self, index: int) -> bytes:
+        return self._frame.head + b'{"index":%d,"text":' % index
 
     def _ids(self, prompt: ShownPrompt | None, token_ids: Sequence[int]) -> bytes:
         if not self._token_ids:

@@ -1,12 +1,12 @@
-"""Event-loop CPU per streamed token: the server side of many streams, with an engine that costs nothing.
+"""CPU of the server per streamed token: many streams, and a model that costs nothing.
 
     python -m tests.bench.bench_sse [--streams 64] [--tokens 400] [--stop] [--chat]
-    python -m tests.bench.bench_sse --streams 256 --step-ms 25.6      an engine of 10,000 tokens/s
+    python -m tests.bench.bench_sse --streams 256 --step-ms 25.6      a model of 10,000 tokens/s
 
-A server process (uvicorn with our connection class, the whole app, a fake engine that delivers one token to every
-stream per step) and a client process that reads. Reported: CPU seconds of the server process per streamed token, the
-client's part not counted, the same without the fake engine's own part, and the tokens per second that arrived beside
-those that the engine offered.
+A server process (uvicorn with our connection class, the whole app, the real engine around a runner that gives every
+row one token per step) and a client process that reads. Reported: CPU seconds of the server process per streamed
+token, without its engine thread (that is a step's own cost, which grows with the model's) and with it, and the tokens
+per second that arrived beside those that the model could have offered.
 """
 
 from __future__ import annotations
@@ -16,63 +16,89 @@ import asyncio
 import multiprocessing
 import resource
 import socket
+import threading
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from engine.outputs import FinishReason, SequenceOutput
-from engine.sampling_params import SamplingParams
-from engine.stream import GenerationStream
+from engine.async_engine import AsyncEngine
+from engine.batch import RowOutput, ScheduledBatch, StepOutput
+from engine.config import EngineConfig, SchedulerConfig
+from engine.kv.manager import KVCacheManager
+from engine.outputs import ModelInfo
+from engine.scheduler import Scheduler
 from server.app import create_app
 from server.connections import ConnectionLimits, ServerConfig
 from server.settings import Settings
-from tests.server.fake_engine import FakeEngine, small_tokenizer
+from tests.server.fake_engine import small_tokenizer
 
 
-class StepEngine(FakeEngine):
-    """All streams advance together, one token per step, as one delivery of the real engine does."""
+@dataclass(frozen=True)
+class Done:
+    output: StepOutput
 
-    def __init__(self, num_streams: int, step_s: float) -> None:
-        super().__init__(lambda prompt, p, c: (), tokenizer=small_tokenizer(), max_model_len=1 << 20)
-        self._num_streams = num_streams
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class PacedRunner:
+    """A step takes `step_s` from the end of the one before, whatever is in it; a step that is late is not made up
+    for."""
+
+    def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._open: list[tuple[GenerationStream, int]] = []
-        self.put_s = 0.0  # CPU spent in handing over, the engine's share of the loop
+        self._due = 0.0
 
-    async def _run(self, stream: GenerationStream, prompts: Any, params: SamplingParams) -> None:
-        self._open.append((stream, params.max_tokens or 1))
-        if len(self._open) < self._num_streams:
-            return
-        streams, self._open = self._open, []
-        limit = streams[0][1]
-        for number in range(1, limit + 1):
-            await asyncio.sleep(self._step_s)
-            began = time.perf_counter()
-            reason: FinishReason | None = "length" if number == limit else None
-            output = SequenceOutput(0, 0, token_ids=(97 + number % 26,), logprobs=(-0.5,), finish_reason=reason)
-            for open_stream, _ in streams:
-                open_stream.put((output,))
-            self.put_s += time.perf_counter() - began
+    def launch(self, batch: ScheduledBatch) -> Done:
+        self._due = max(self._due + self._step_s, time.monotonic())
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        token = 97 + batch.step_id % 26
+        rows = tuple([RowOutput((token,), (-0.5,)) if r.logits_from is not None else RowOutput() for r in batch.rows])
+        return Done(StepOutput(batch.step_id, rows))
 
 
-def serve(listener: socket.socket, num_streams: int, step_s: float, pipe: Pipe) -> None:
-    """The server process; sends (CPU seconds, of them handing over) whenever the pipe asks."""
-    engine = StepEngine(num_streams, step_s)
+def paced_parts(num_streams: int, num_tokens: int, step_s: float) -> tuple[EngineConfig, Any]:
+    """An engine's configuration and what stands for its loaded model."""
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=num_streams, max_num_batched_tokens=1 << 15))
+    tokenizer, max_model_len = small_tokenizer(), num_tokens + 256
+    num_blocks = num_streams * (max_model_len // 16 + 1)
+    info = ModelInfo(
+        "fake", "nowhere", "fake", max_model_len, tokenizer.vocab_size, tokenizer.eos_token_ids, "float32", 1,
+        num_blocks, 16, 1, 1,
+    )  # fmt: skip
+    scheduler = Scheduler(config.scheduler, KVCacheManager(num_blocks, 16), max_model_len)
+    runner = PacedRunner(step_s)
+    return config, SimpleNamespace(runner=runner, scheduler=scheduler, info=info, tokenizer=tokenizer, grammars=None)
+
+
+def engine_cpu() -> float:
+    thread = next(thread for thread in threading.enumerate() if thread.name == "pagemill-engine")
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def serve(listener: socket.socket, num_streams: int, num_tokens: int, step_s: float, pipe: Pipe) -> None:
+    """The server process; sends (CPU seconds, of them the engine thread's) whenever the pipe asks."""
+    config, parts = paced_parts(num_streams, num_tokens, step_s)
+    engine = AsyncEngine(config, lambda config: parts)
     app = create_app(Settings(), engine)
     limits = ConnectionLimits(10_000, 65536, 60.0, 1 << 20, 60.0)
-    config = ServerConfig(app, limits, app.state.metrics, lifespan="off", log_config=None, access_log=False)
+    server = ServerConfig(app, limits, app.state.metrics, lifespan="off", log_config=None, access_log=False)
 
     async def answer() -> None:
         while await asyncio.to_thread(pipe.recv):
             usage = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send((usage.ru_utime + usage.ru_stime, engine.put_s))
+            pipe.send((usage.ru_utime + usage.ru_stime, engine_cpu()))
 
     async def main() -> None:
+        await engine.start()
         asker = asyncio.create_task(answer())
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await uvicorn.Server(server).serve(sockets=[listener])
         asker.cancel()
 
     uvloop.run(main())
@@ -101,7 +127,7 @@ def main() -> None:
     port = listener.getsockname()[1]
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(listener, args.streams, args.step_ms / 1000, theirs)
+        target=serve, args=(listener, args.streams, args.tokens, args.step_ms / 1000, theirs)
     )
     child.start()
     fields = f'"stream":true,"max_tokens":{args.tokens},"ignore_eos":true'
@@ -115,24 +141,24 @@ def main() -> None:
 
     def cpu() -> tuple[float, float]:
         ours.send(True)
-        total, put = ours.recv()
-        return float(total), float(put)
+        total, engine = ours.recv()
+        return float(total), float(engine)
 
     asyncio.run(load())  # warm
-    before, put_before = cpu()
+    before, engine_before = cpu()
     began = time.perf_counter()
     num_bytes = asyncio.run(load())
     wall = time.perf_counter() - began
-    after, put_after = cpu()
+    after, engine_after = cpu()
     child.terminate()
     child.join()
     count = args.streams * args.tokens
-    total, handing = (after - before) / count * 1e6, (put_after - put_before) / count * 1e6
+    total, engine = (after - before) / count * 1e6, (engine_after - engine_before) / count * 1e6
     offered = args.streams * 1000 / args.step_ms
     print(
         f"{count / wall:.0f} of {offered:.0f} tokens/s arrived; {args.streams} streams x {args.tokens} tokens "
-        f"in {wall:.2f} s: {total:.1f} us CPU per token "
-        f"({handing:.1f} of them handing over), {num_bytes / count:.0f} bytes per token"
+        f"in {wall:.2f} s: {total - engine:.1f} us CPU per token, {total:.1f} with the engine thread, "
+        f"{num_bytes / count:.0f} bytes per token"
     )
 
 

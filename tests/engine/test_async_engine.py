@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,26 @@ async def test_a_closed_stream_frees_its_blocks(engine: AsyncEngine) -> None:
     last = deliveries[-1].step
     assert last is not None
     assert (last.num_running, last.num_waiting, last.cache.num_used_blocks) == (0, 0, 0)
+
+
+async def test_steps_that_the_event_loop_was_late_for_leave_as_one(engine: AsyncEngine) -> None:
+    steps = threading.Semaphore(3)
+    runner_of(engine).gate = SimpleNamespace(wait=steps.acquire)
+    stream = engine.generate([[5]], SamplingParams(max_tokens=6, n=2, ignore_eos=True))
+    taken: list[list[int]] = []
+    deliveries: list[Delivery] = []
+    engine.add_listener(deliveries.append)
+    stream.pass_to(lambda outputs: taken.append([len(o.token_ids) for o in outputs]) or True)
+    reading = asyncio.create_task(read(stream))
+    await asyncio.sleep(0)
+    while runner_of(engine).num_computed_tokens < 5 or len(engine._outbox) < 3:
+        time.sleep(0.001)  # noqa: ASYNC251  # nobody else may run
+    await asyncio.sleep(0.05)
+    assert taken == [[3, 3]]
+    steps.release(10)
+    assert sum(len(output.token_ids) for output in await reading) + sum(map(sum, taken)) == 12
+    assert len({d.step.step_id for d in deliveries if d.step is not None}) >= 6
+    await settled(engine)
 
 
 async def test_draining_refuses_new_work_and_ends_what_takes_too_long(engine: AsyncEngine) -> None:

@@ -89,3 +89,101 @@ async def test_each_sequence_leaves_the_waiting_state_once(how: str) -> None:
         stream.close() if how == "close" else stream.fail("gone")
     assert stream.take_started() == (3, 19)
     assert stream.take_started() == (0, 0)
+
+
+class Sink(list[tuple[int, ...]]):
+    """Takes what it is offered while it is open: the token ids of each call, joined."""
+
+    is_open = True
+    fault: Exception | None = None
+
+    def __call__(self, outputs: tuple[SequenceOutput, ...]) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        if self.is_open:
+            self.append(tuple(token for each in outputs for token in each.token_ids))
+        return self.is_open
+
+
+async def reading(stream: GenerationStream) -> asyncio.Task[tuple[SequenceOutput, ...]]:
+    """A reader that waits."""
+    task = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_a_sink_takes_what_comes_while_the_reader_waits() -> None:
+    stream, _ = stream_of({0: 5}, n=2)
+    sink = Sink()
+    stream.pass_to(sink)
+    stream.put((output(0, 0, 1),))
+    assert sink == []
+    assert [o.token_ids for o in await anext(stream)] == [(1,)]
+    reader = await reading(stream)
+    stream.put((output(0, 0, 2), output(0, 1, 3)))
+    stream.add((output(0, 0, 4),))
+    stream.add((output(0, 0, 5), output(0, 1, 6)))
+    stream.flush()
+    stream.flush()
+    await asyncio.sleep(0)
+    assert sink == [(2, 3), (4, 5, 6)]
+    assert not reader.done()
+    stream.put((output(0, 0, 7), output(0, 1, 8, finish_reason="stop")))
+    assert [o.token_ids for o in await reader] == [(7,), (8,)]
+    assert sink == [(2, 3), (4, 5, 6)]
+    assert stream.take_started() == (2, 10)
+
+
+async def test_what_a_sink_leaves_comes_to_the_reader_whole_and_in_order() -> None:
+    stream, _ = stream_of({0: 5})
+    sink = Sink()
+    stream.pass_to(sink)
+    reader = await reading(stream)
+    sink.is_open = False
+    stream.put((output(0, 0, 1),))
+    sink.is_open = True
+    stream.put((output(0, 0, 2),))  # the reader has been woken and comes first
+    assert [o.token_ids for o in await reader] == [(1, 2)]
+    assert sink == []
+
+
+async def test_a_sink_may_finish_the_last_sequence() -> None:
+    stream, aborts = stream_of({0: 5})
+
+    def sink(outputs: tuple[SequenceOutput, ...]) -> bool:
+        stream.finish(0, 0)
+        return True
+
+    stream.pass_to(sink)
+    reader = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0)
+    stream.put((output(0, 0, 1),))
+    stream.put((output(0, 0, 2),))
+    assert await reader is None
+    assert aborts == [(0, 0)]
+
+
+async def test_what_a_sink_raises_reaches_the_reader_before_anything_else() -> None:
+    stream, _ = stream_of({0: 5})
+    sink = Sink()
+    sink.fault = ValueError("no")
+    stream.pass_to(sink)
+    reader = await reading(stream)
+    stream.put((output(0, 0, 1),))
+    stream.put((output(0, 0, 2, finish_reason="stop"),))
+    with pytest.raises(ValueError, match="no"):
+        await reader
+
+
+async def test_a_reader_that_was_cancelled_is_not_passed_by() -> None:
+    stream, aborts = stream_of({0: 5})
+    sink = Sink()
+    stream.pass_to(sink)
+    reader = await reading(stream)
+    reader.cancel()
+    stream.put((output(0, 0, 1),))
+    assert sink == []
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    stream.close()
+    assert aborts == [None]

@@ -17,7 +17,7 @@ from server import middleware
 from server.connections import ConnectionLimits, ServerConfig, check_stalls
 from server.lifecycle import Server
 from server.metrics import Metrics
-from server.middleware import BodyLimit, RequestContext
+from server.middleware import BodyLimit, Exchange, RequestContext
 
 LIMITS = ConnectionLimits(max_connections=100, max_head=4096, head_timeout_s=30, max_unread=65536, max_stall_s=30)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -25,18 +25,21 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 class App:
     """Answers "ok"; /slow after half a second, /echo what it got, /length with a length, /stream sends `chunk` every
-    `pause_s` until the client is gone, /large one plain answer of 4 MiB."""
+    `pause_s` until the client is gone, /past the same past ASGI where it can, /large one plain answer of 4 MiB."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
         self.chunk = b"x" * 8192
         self.pause_s = 0.0
         self.num_calls = 0
+        self.num_past = 0  # pieces that went past ASGI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_calls += 1
         path = scope["path"]
-        streaming = path == "/stream"
+        streaming = path in ("/stream", "/past")
+        exchange: Exchange = scope["state"]["exchange"]
+        assert not exchange.can_write
         headers = [(b"content-type", b"text/event-stream" if streaming else b"text/plain")]
         if path == "/length":
             headers.append((b"Content-Length", b"2"))
@@ -49,11 +52,17 @@ class App:
                 body = (await receive())["body"]
             await send({"type": "http.response.body", "body": body[:1], "more_body": True})
             await send({"type": "http.response.body", "body": body[1:]})
+            assert not exchange.can_write
             return
         left = asyncio.create_task(self._left(receive))
         while not left.done():
-            await send({"type": "http.response.body", "body": self.chunk, "more_body": True})
+            if path == "/past" and exchange.can_write:
+                exchange.write(self.chunk)
+                self.num_past += 1
+            else:
+                await send({"type": "http.response.body", "body": self.chunk, "more_body": True})
             await asyncio.wait({left}, timeout=self.pause_s)
+        assert not exchange.can_write
 
     async def _left(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -198,22 +207,26 @@ async def test_connections_above_the_limit_are_closed(start) -> None:
     assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_stream_that_is_not_read_is_cut_off_and_counted(start) -> None:
+@pytest.mark.parametrize("path", [b"/stream", b"/past"])
+async def test_a_stream_that_is_not_read_is_cut_off_and_counted(start, path: bytes) -> None:
     running = await start()
     _, writer = await running.connect(receive_buffer=4096)
-    writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
     await asyncio.wait_for(running.app.gone.wait(), 10)
     assert running.slow_clients()
     writer.close()
 
 
-async def test_a_stream_that_is_read_goes_on(start) -> None:
+@pytest.mark.parametrize("path", [b"/stream", b"/past"])
+async def test_a_stream_that_is_read_goes_on(start, path: bytes) -> None:
     running = await start()
     reader, writer = await running.connect()
     running.app.chunk = b"x" * 100
-    writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
-    for _ in range(200):
-        await asyncio.wait_for(reader.readexactly(1000), 5)
+    writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    for _ in range(2000):
+        assert await asyncio.wait_for(reader.readexactly(106), 5) == b"64\r\n" + b"x" * 100 + b"\r\n"
+    assert (running.app.num_past > 0) is (path == b"/past")
     assert not running.app.gone.is_set()
     assert not running.slow_clients()
     writer.close()
@@ -415,11 +428,12 @@ async def test_http_1_0_gets_no_chunks(start, path: bytes) -> None:
     assert body == (b"y" * (4 << 20) if path == b"/large" else b"ok")
 
 
-async def test_http_1_0_gets_its_stream_as_it_comes(start) -> None:
+@pytest.mark.parametrize("path", [b"/stream", b"/past"])
+async def test_http_1_0_gets_its_stream_as_it_comes(start, path: bytes) -> None:
     running = await start()
     running.app.chunk, running.app.pause_s = b"x", 0.01
     reader, writer = await running.connect()
-    writer.write(b"GET /stream HTTP/1.0\r\nHost: x\r\n\r\n")
+    writer.write(b"GET %b HTTP/1.0\r\nHost: x\r\n\r\n" % path)
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
     assert await asyncio.wait_for(reader.readexactly(20), 5) == b"x" * 20
     writer.close()

@@ -11,6 +11,7 @@ import pytest
 
 from engine.outputs import Phase
 from server.app import create_app
+from server.middleware import SHORTCUT
 from server.protocol.completion_writer import CompletionWriter
 from server.settings import Settings
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
@@ -21,6 +22,8 @@ TOKENIZER = small_tokenizer()
 
 class Client:
     """One request spoken to the app by hand: it can leave, and it can take its time to read."""
+
+    has_shortcut = False  # whether pieces of a stream may come past ASGI
 
     def __init__(self, engine: FakeEngine, path: str, body: dict[str, Any], **settings: Any) -> None:
         self.app = create_app(Settings(**settings), engine)
@@ -35,6 +38,8 @@ class Client:
             "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [],
             "client": ("test", 1), "server": ("test", 80),
         }  # fmt: skip
+        if self.has_shortcut:
+            self._scope["state"] = {SHORTCUT: self}
 
     async def run(self) -> None:
         await self.app(self._scope, self._receive, self._send)
@@ -52,12 +57,27 @@ class Client:
         self.wrote.set()
 
     @property
+    def is_open(self) -> bool:
+        return self.may_read.is_set() and bool(self.sent)
+
+    def write(self, body: bytes) -> None:
+        assert self.is_open
+        self.sent.append({"type": "http.response.body", "body": body, "more_body": True, "past": True})
+        self.wrote.set()
+
+    @property
     def bodies(self) -> list[bytes]:
         return [message["body"] for message in self.sent if message.get("body")]
 
     async def metric(self, name: str) -> float:
         text = self.app.state.metrics.render().decode()
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"pagemill_{name} "))
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["through ASGI", "past it"])
+def shortcut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(Client, "has_shortcut", request.param)
+    return bool(request.param)
 
 
 def engine_saying(text: str, pause_s: float = 0.005) -> FakeEngine:
@@ -224,3 +244,64 @@ async def test_only_the_echo_of_a_long_prompt_is_rendered_beside_the_event_loop(
     assert Events(b"".join(client.bodies).decode()).text() == "p" * num_echoed + "abcdefghij" * 2
     assert (threads[0] is not threading.main_thread()) == beside
     assert threads[-1] is threading.main_thread()
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, "stream": True}
+
+
+async def test_most_of_a_stream_goes_past_asgi_where_it_can(shortcut: bool) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a", "stream": True}), ("/v1/chat/completions", CHAT)):
+        client = Client(engine_saying("abcdefghij" * 3), path, body | {"max_tokens": 100})
+        await client.run()
+        past = [message for message in client.sent if message.get("past")]
+        assert len(past) >= 25 if shortcut else not past
+        events = Events(b"".join(client.bodies).decode())
+        assert events.text() == "abcdefghij" * 3
+        assert events.finish() == "stop"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stop_string_ends_the_stream_whichever_way_it_goes(n: int) -> None:
+    body = {"prompt": "a", "n": n, "max_tokens": 100, "stop": ["gh"], "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    engine = engine_saying("abcdefghij" * 3)
+    client = Client(engine, "/v1/completions", body)
+    await asyncio.wait_for(client.run(), 5)
+    events = Events(b"".join(client.bodies).decode())
+    for index in range(n):
+        assert events.text(index) == "abcdef"
+        assert events.finish(index) == "stop"
+    assert events.usage is not None
+    assert events.usage["completion_tokens"] == 8 * n
+    assert sorted(engine.finished) == [(0, index) for index in range(n)]
+    assert client.bodies[-1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_pieces_that_cannot_be_rendered_end_the_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    render, pieces = CompletionWriter.event, []
+
+    def event(writer: CompletionWriter, index: int, piece: Any) -> bytes:
+        pieces.append(piece)
+        if len(pieces) == 5:
+            raise RuntimeError("secret detail of the inside")
+        return render(writer, index, piece)
+
+    monkeypatch.setattr(CompletionWriter, "event", event)
+    engine = engine_saying("x" * 2000)
+    client = Client(engine, "/v1/completions", {"prompt": "a", "max_tokens": 2000, "stream": True})
+    await asyncio.wait_for(client.run(), 5)
+    *told, last, done = b"".join(client.bodies).decode().strip().split("\n\n")
+    assert len(told) == 4
+    assert done == "data: [DONE]"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "secret" not in json.dumps(error)
+    assert engine.closed == [1]
+    assert engine.num_delivered_tokens < 50
+    assert await client.metric('errors_total{code="500"}') == 1
+
+
+async def test_the_token_that_waits_for_its_character_sends_nothing() -> None:
+    client = Client(engine_saying("a\u20acb"), "/v1/completions", {"prompt": "a", "stream": True})
+    await client.run()
+    texts = [c["text"] for c in Events(b"".join(client.bodies).decode()).choices(0)]
+    assert texts[:3] == ["a", "\u20ac", "b"]
