@@ -27,6 +27,9 @@ void scatter_blocks(const std::vector<Tensor> caches, const Tensor ids, const Te
 Tensor pack_linear(const Tensor weight);
 Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
               bool float32_out);
+Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::optional<Tensor> minimums, int64_t bits);
+Tensor linear_quant(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
+                    bool float32_out);
 
 Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant);
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);

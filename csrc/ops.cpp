@@ -20,6 +20,8 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def("scatter_blocks(Tensor(a!)[] caches, Tensor ids, Tensor staging) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
+  library.def("pack_linear_quant(Tensor values, Tensor scales, Tensor? minimums, int bits) -> Tensor");
+  library.def("linear_quant(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");
   library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
   library.def("activation(Tensor x, str kind) -> Tensor");
@@ -45,6 +47,8 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("scatter_blocks", TORCH_BOX(&pagemill::scatter_blocks));
   library.impl("pack_linear", TORCH_BOX(&pagemill::pack_linear));
   library.impl("linear", TORCH_BOX(&pagemill::linear));
+  library.impl("pack_linear_quant", TORCH_BOX(&pagemill::pack_linear_quant));
+  library.impl("linear_quant", TORCH_BOX(&pagemill::linear_quant));
   library.impl("rms_norm", TORCH_BOX(&pagemill::rms_norm));
   library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::fused_add_rms_norm));
   library.impl("activation", TORCH_BOX(&pagemill::activation));

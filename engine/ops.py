@@ -146,6 +146,37 @@ def linear(
     return out
 
 
+def pack_linear_quant(
+    values: Tensor,  # [out_features, in_features], uint8: from 0 to 255, or from 0 to 15 with bits=4
+    scales: Tensor,  # [out_features, groups], float16: one per 32 in_features, the last group may be shorter
+    minimums: Tensor | None,  # likewise; None: 128, or 8 with bits=4, is the value that means zero
+    bits: int,  # 8 or 4
+) -> Tensor:
+    """A weight scale * value + minimum, or scale * (value - zero), in the order `linear_quant` reads: panels of 32
+    output features, a group's scales beside its values. The layout is the same at every instruction-set level."""
+    packed: Tensor = _ops.pack_linear_quant(values, scales, minimums, bits)
+    return packed
+
+
+def linear_quant(
+    x: Tensor,  # [M, in_features], float32 or bfloat16; the last dimension contiguous, rows at any stride
+    packed: Tensor,  # from pack_linear_quant
+    bias: Tensor | None,  # [out_features], float32
+    out_features: int,
+    *,
+    out_dtype: torch.dtype | None = None,  # float32, or the dtype of x (None)
+) -> Tensor:  # [M, out_features]
+    """x @ weight.T + bias with a quantised weight.
+
+    Every group of 32 values of a row of x is rounded to 8 bits of its own scale (largest magnitude / 127); the group's
+    product is then an exact integer, and groups are added in ascending order in float32. So a row's bits do not depend
+    on the other rows, their number, or the number of threads. A row with a value that is not finite is NaN."""
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise RuntimeError(f"pagemill.linear_quant: out_dtype: wanted torch.float32 or {x.dtype}, got {out_dtype}")
+    out: Tensor = _ops.linear_quant(x, packed, bias, out_features, out_dtype is torch.float32)
+    return out
+
+
 # ---- norms and activations ------------------------------------------------------------------------------------
 
 

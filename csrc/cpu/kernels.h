@@ -14,6 +14,7 @@
 #include "cpu/attention.h"
 #include "cpu/cache.h"
 #include "cpu/linear.h"
+#include "cpu/linear_quant.h"
 #include "cpu/norm.h"
 #include "cpu/sampler.h"
 
@@ -24,6 +25,8 @@
   KERNEL(attend_merge, (const pagemill::AttentionArgs& args, const pagemill::AttentionMerge& merge, char* scratch)) \
   KERNEL(pack_linear, (const pagemill::PackArgs& args, int64_t panel_begin, int64_t panel_end)) \
   KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next)) \
+  KERNEL(pack_linear_quant, (const pagemill::PackQuantArgs& args, int64_t panel_begin, int64_t panel_end)) \
+  KERNEL(linear_quant, (const pagemill::LinearQuantArgs& args, int64_t* next)) \
   KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \
   KERNEL(activation, (const pagemill::ActivationArgs& args, int64_t begin, int64_t end)) \
   KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end)) \

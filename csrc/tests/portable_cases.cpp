@@ -13,6 +13,7 @@
 #include "cpu/isa.h"
 #include "layer_cases.h"
 #include "plan_cases.h"
+#include "quant_cases.h"
 
 namespace {
 
@@ -294,7 +295,7 @@ int run_level(const std::string& level) {
     if (!invariant) std::printf("%s: %s: a row's bits depend on its batch\n", level.c_str(), c.name);
     (close && invariant ? passed : failed) += 1;
   }
-  const int layers_failed = run_layer_cases(level);
+  const int layers_failed = run_layer_cases(level) + run_quant_cases(level);
   std::printf("level %s: %d passed, %d failed; layers: %d failed\n", level.c_str(), passed, failed, layers_failed);
   return failed + layers_failed;
 }
