@@ -7,7 +7,8 @@ only, since two clients of one key may choose the same.
 
 What a response added to its conversation is kept once, however many later responses build on it: a conversation of
 a hundred turns costs its text, not a hundred times its text. Everything is kept as JSON, so that bytes are what they
-seem, and what a request wants back is measured before it is read. Safe to use from several threads.
+seem, and what a request wants back is measured before it is read. Responses that still run (`response_runs.py`) take
+their room from the same bytes. Safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
+
+from server.event_log import EventLog
 
 Item = dict[str, Any]
 ENTRY_BYTES = 1024  # what an entry costs beside its text, roughly
@@ -95,17 +98,20 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """body: the response as it was answered (JSON). turn: the last of its conversation, its own."""
+    """body: the response as it was answered (JSON). turn: the last of its conversation, its own. may_cancel: to cancel
+    it changes nothing and is no mistake. events: of one whose stream may be taken up again."""
 
     id: str
     owner: str
     body: bytes
     turn: Turn
+    may_cancel: bool
+    events: EventLog | None
 
     @property
     def num_bytes(self) -> int:
         """Without its turns."""
-        return len(self.body) + ENTRY_BYTES
+        return len(self.body) + ENTRY_BYTES + (self.events.num_bytes if self.events is not None else 0)
 
     def input_items(self) -> list[KeptItem]:
         """What the model was given: everything before this response, and its own input."""
@@ -127,6 +133,7 @@ class ResponseStore:
         self._num_uses: dict[Turn, int] = {}  # by how many kept responses and later turns
         self._turns_of: dict[tuple[str, str], list[Turn]] = {}  # owner, item id -> the kept turns that have it
         self._num_bytes = 0
+        self._num_reserved = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -136,24 +143,56 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    @property
+    def num_reserved(self) -> int:
+        """Bytes that running responses hold; with `num_bytes` at most the bound."""
+        return self._num_reserved
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return self._max_responses < 1
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Room for what a running response gathers, taken from those that are kept; False if all of it is reserved."""
+        with self._lock:
+            if self._num_reserved + num_bytes > self._max_bytes:
+                return False
+            self._num_reserved += num_bytes
+            self._shrink()
+        return True
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what was reserved."""
+        with self._lock:
+            self._num_reserved -= num_bytes
+
     def of(self, owner: str) -> Shelf:
         """owner: a digest of the key; empty where there are no keys."""
         return Shelf(self, owner)
 
-    def put(self, response: Item, owner: str, given: Kept, previous: StoredResponse | None = None) -> bool:
-        """Keep a response. given: its own input items; previous: the response it continues, of the same owner.
+    def put(
+        self,
+        response: Item,
+        owner: str,
+        given: Kept,
+        previous: StoredResponse | None = None,
+        events: EventLog | None = None,
+    ) -> bool:
+        """Keep a response. given: its own input items; previous: the response it continues, of the same owner; events:
+        grow no more.
 
-        False if it alone is larger than the store; then the others stay."""
+        False if there is no room for it alone; then the others stay."""
         said = Kept.of(map(_without_logprobs, response["output"]))
         turn = Turn.of(given, said, previous.turn if previous is not None else None)
-        entry = StoredResponse(response["id"], owner, _json(response), turn)
-        if self._max_responses < 1 or entry.num_bytes + turn.conversation_bytes > self._max_bytes:
-            return False
+        may_cancel = bool(response.get("background")) or response.get("status") == "cancelled"
+        entry = StoredResponse(response["id"], owner, _json(response), turn, may_cancel, events)
+        num_bytes = entry.num_bytes + turn.conversation_bytes
         with self._lock:
+            if self.keeps_nothing or num_bytes + self._num_reserved > self._max_bytes:
+                return False
             self._forget(entry.id)
             self._keep(entry)
-            while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
-                self._forget(next(iter(self._kept)))
+            self._shrink()
         return True
 
     def get(self, id: str, owner: str) -> StoredResponse | None:
@@ -179,6 +218,14 @@ class ResponseStore:
         wanted = set(ids)
         return {item.id: item for item in items if item.is_ours and item.id in wanted}
 
+    def _shrink(self) -> None:
+        """The least recently used go until the rest is within the bounds."""
+        kept = self._kept
+        while kept and (
+            len(kept) > self._max_responses or self._num_bytes + self._num_reserved > self._max_bytes
+        ):  # fmt: skip
+            self._forget(next(iter(kept)))
+
     def _keep(self, entry: StoredResponse) -> None:
         self._kept[entry.id] = entry
         self._num_bytes += entry.num_bytes
@@ -198,6 +245,8 @@ class ResponseStore:
         if entry is None:
             return False
         self._num_bytes -= entry.num_bytes
+        if entry.events is not None:
+            entry.events.drop()  # also from under those who read it: they might take any time
         turn: Turn | None = entry.turn
         while turn is not None:
             self._num_uses[turn] -= 1
@@ -224,8 +273,14 @@ class Shelf:
     store: ResponseStore
     owner: str
 
-    def put(self, response: Item, given: Kept, previous: StoredResponse | None = None) -> bool:
-        return self.store.put(response, self.owner, given, previous)
+    def put(
+        self,
+        response: Item,
+        given: Kept,
+        previous: StoredResponse | None = None,
+        events: EventLog | None = None,
+    ) -> bool:
+        return self.store.put(response, self.owner, given, previous, events)
 
     def get(self, id: str) -> StoredResponse | None:
         return self.store.get(id, self.owner)

@@ -6,6 +6,7 @@ import random
 import tracemalloc
 from typing import Any
 
+from server.event_log import EventLog
 from server.response_store import ENTRY_BYTES, ITEM_BYTES, TURN_BYTES, Kept, ResponseStore, Shelf, StoredResponse
 
 
@@ -171,3 +172,52 @@ def test_a_long_conversation_costs_what_it_says() -> None:
     assert set(shelf.find_items(["out_r0", "out_again"])) == {"out_r0", "out_again"}
     assert shelf.delete("again")
     assert store.num_bytes == 0
+
+
+def log_of(size: int) -> EventLog:
+    log = EventLog()
+    log.append(b"x" * size + b"\n\n")
+    log.publish(ended=True)
+    return log
+
+
+def test_events_count_and_go_with_their_response() -> None:
+    store = ResponseStore(10, 20_000)
+    shelf = store.of("me")
+    logs = [log_of(6000) for _ in range(4)]
+    for k, log in enumerate(logs):
+        assert shelf.put(response(f"r{k}"), given(f"r{k}"), events=log)
+        assert 6000 < store.num_bytes <= 20_000
+    assert [shelf.get(f"r{k}") is not None for k in range(4)] == [False, False, True, True]
+    assert [log.dropped for log in logs] == [True, True, False, False]
+    assert shelf.delete("r2")
+    assert logs[2].dropped
+    assert not shelf.put(response("large"), given("large"), events=log_of(20_000))
+    assert not logs[3].dropped
+
+
+def test_what_is_reserved_is_taken_from_the_others() -> None:
+    store = ResponseStore(10, 10_000)
+    shelf = store.of("me")
+    for id in ("a", "b"):
+        assert shelf.put(response(id, "x" * 200), given(id))
+    held = store.num_bytes
+    assert store.reserve(10_000 - held)
+    assert len(store) == 2
+    assert store.reserve(1)
+    assert shelf.get("a") is None
+    assert shelf.get("b") is not None
+    assert store.reserve(held - 1)
+    assert (len(store), store.num_bytes) == (0, 0)
+    assert not store.reserve(1)
+    assert not shelf.put(response("c"), given("c"))
+    store.release(10_000)
+    assert shelf.put(response("c"), given("c"))
+
+
+def test_what_may_be_cancelled_again() -> None:
+    shelf = ResponseStore(10, 1 << 20).of("me")
+    for id, fields in (("a", {"background": True}), ("b", {"status": "cancelled"}), ("c", {"status": "completed"})):
+        shelf.put(response(id) | fields, given(id))
+    kept = [shelf.get(id) for id in "abc"]
+    assert [entry.may_cancel for entry in kept if entry is not None] == [True, True, False]
