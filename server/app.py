@@ -14,7 +14,18 @@ from server.engine_port import Engine
 from server.metrics import Metrics
 from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
-from server.routes import chat, completions, embeddings, health, messages, models, openapi, responses, tokenize
+from server.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    models,
+    openapi,
+    responses,
+    stored_responses,
+    tokenize,
+)
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
@@ -24,6 +35,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
     chat.router,
     responses.router,
+    stored_responses.router,
     messages.router,
     embeddings.router,
     tokenize.router,

@@ -104,7 +104,25 @@ class Front:
         num_kept: int | None = None,
         new_stop_gate: Callable[[], StopGate] | None = None,
     ) -> Response:
-        """Hand the request to the engine and answer it, streamed or plain. shown, num_kept, new_stop_gate: see Answer.
+        """`admit`, then `tell`."""
+        answer = await self.admit(
+            request, body, prompts, params, writer.id, shown=shown, num_kept=num_kept, new_stop_gate=new_stop_gate
+        )
+        return await self.tell(answer, writer, request.receive, streamed=bool(body.stream))
+
+    async def admit(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        id: str,
+        *,
+        shown: Sequence[ShownPrompt] = (),
+        num_kept: int | None = None,
+        new_stop_gate: Callable[[], StopGate] | None = None,
+    ) -> Answer:
+        """Hand the request to the engine. id: the answer's. shown, num_kept, new_stop_gate: see Answer.
 
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
         self.check_limits(params)
@@ -113,15 +131,18 @@ class Front:
         if params.structured is not None:
             await self._compile(params.structured, request.receive)
         stops = await _stop_strings(params.stop)
-        label = _name_exchange(state, writer.id)
+        label = _name_exchange(state, id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
         lengths = [len(prompt) for prompt in prompts]
-        answer = Answer(
+        return Answer(
             stream, self.tokenizer, params, lengths, observer=observer, stops=stops, new_stop_gate=new_stop_gate,
             prompts=shown, num_kept=num_kept,
         )  # fmt: skip
-        if not body.stream:
-            return await collect(answer, writer, request.receive, metrics=self.metrics, error_view=self.error_view)
+
+    async def tell(self, answer: Answer, writer: AnswerWriter, receive: Receive, *, streamed: bool) -> Response:
+        """The answer, plain when it is whole. Raises ApiError."""
+        if not streamed:
+            return await collect(answer, writer, receive, metrics=self.metrics, error_view=self.error_view)
         return EventStream(
             answer,
             writer,

@@ -133,7 +133,12 @@ class Settings(BaseSettings):
     max_stored_responses: Annotated[int, Field(ge=0)] = _setting(
         4096, "Responses of /v1/responses kept in memory for later requests; the least recently used go first."
     )
-    max_stored_bytes: Size = _setting(128 << 20, "Memory for stored responses and their input.", unit="bytes")
+    max_stored_bytes: Size = _setting(
+        128 << 20, "Memory for stored responses, their input, and the events of background responses.", unit="bytes"
+    )
+    max_background_responses: Annotated[int, Field(ge=0)] = _setting(
+        64, "Background responses of /v1/responses that may run or wait at a time."
+    )
     embedding_pooling: Literal["last", "mean"] = _setting(
         "last", "What /v1/embeddings makes of a text's hidden states, unless the request says."
     )

@@ -52,6 +52,7 @@ async def collect(
 ) -> Response:
     """The plain answer. Raises ApiError if the request failed; aborts it when the client leaves."""
     pieces: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
+    writer.pieces = pieces
     watch = asyncio.create_task(client_gone(receive))
     watch.add_done_callback(lambda _: answer.close())  # ends the loop below
 
@@ -71,12 +72,13 @@ async def collect(
     finally:
         answer.close()
         watch.cancel()
-    if any(not parts or parts[-1].finish_reason is None for parts in pieces):
+    if any(not parts or parts[-1].finish_reason is None for parts in pieces) and not writer.is_cancelled:
         metrics.client_disconnected()
         return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
     usage, pieces = answer.usage(), answer.kept(pieces)
     num_entries = sum(len(piece.entries) for parts in pieces for piece in parts)
-    if num_entries + answer.num_prompt_logprobs > MANY_ENTRIES or usage.num_completion_tokens > MANY_TOKENS:
+    is_long = num_entries + answer.num_prompt_logprobs > MANY_ENTRIES or usage.num_completion_tokens > MANY_TOKENS
+    if is_long or writer.is_cancelled:
         body = await asyncio.to_thread(writer.answer, pieces, usage)
     else:
         body = writer.answer(pieces, usage)

@@ -30,6 +30,8 @@ class AnswerWriter(ABC):
     per piece, and then `last_events` or `error_events`."""
 
     ping: bytes = b": ping\n\n"  # breaks the silence of a stream
+    is_cancelled = False  # by another request: the answer ends early, and is told all the same
+    pieces: Sequence[Sequence[Piece]] = ((),)  # per choice, of a plain answer so far: for who asks before its end
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -52,7 +54,8 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def answer(self, pieces: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The plain answer; pieces: per choice, in order, the last of each with a finish_reason."""
+        """The plain answer; pieces: per choice, in order, the last of each with a finish_reason unless the answer was
+        cancelled."""
 
 
 class Frame:

@@ -142,12 +142,16 @@ class ConversationWriter(AnswerWriter):
 
     def _choice(self, index: int, pieces: Sequence[Piece]) -> Choice:
         state = self._state(index)
-        last = pieces[-1]
-        ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
-        one = Piece("".join(piece.text for piece in pieces), (), last.finish_reason, ids)
+        one = one_piece(pieces)
         parts = joined(state.parse(one))
         thinking, entries = state.split([entry for piece in pieces for entry in piece.entries])
-        return Choice(index, parts, thinking, entries, state.finish_reason(last) or "stop", ids)
+        return Choice(index, parts, thinking, entries, state.finish_reason(one) or "stop", one.token_ids)
+
+
+def one_piece(pieces: Sequence[Piece]) -> Piece:
+    """What they say together, without logprobs."""
+    ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
+    return Piece("".join(piece.text for piece in pieces), (), pieces[-1].finish_reason, ids)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

@@ -62,8 +62,8 @@ class OpenItem(ABC):
     def __init__(self, events: Events, output_index: int) -> None:
         self.final: Item = {}
         self._events = events
-        self._id = new_id(self.prefix)
-        self._at = {"item_id": self._id, "output_index": output_index}
+        self.id = new_id(self.prefix)
+        self._at = {"item_id": self.id, "output_index": output_index}
         self._texts: list[str] = []
 
     def begin(self) -> bytes:
@@ -81,6 +81,10 @@ class OpenItem(ABC):
         return done + self._events(
             "response.output_item.done", output_index=self._at["output_index"], item=self.final
         )  # fmt: skip
+
+    def so_far(self, status: Status) -> Item:
+        """The item as it is, called `status`."""
+        return self._item("incomplete", "".join(self._texts)) | {"status": status}
 
     @abstractmethod
     def _item(self, status: Status, text: str) -> Item:
@@ -143,7 +147,7 @@ class OpenMessage(OpenText):
 
     def _item(self, status: Status, text: str) -> Item:
         content = [] if status == "in_progress" else [self._part(text)]
-        return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": content}
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 class OpenReasoning(OpenText):
@@ -161,7 +165,7 @@ class OpenReasoning(OpenText):
         content = [] if status == "in_progress" else [self._part(text)]
         sealed = seal(text) if self._sealed and status != "in_progress" else None
         return {
-            "id": self._id, "type": "reasoning", "summary": [], "content": content, "encrypted_content": sealed,
+            "id": self.id, "type": "reasoning", "summary": [], "content": content, "encrypted_content": sealed,
             "status": status,
         }  # fmt: skip
 
@@ -184,7 +188,7 @@ class OpenCall(OpenItem):
         return missing + super().end(status)
 
     def _item(self, status: Status, text: str) -> Item:
-        return {"id": self._id, "type": "function_call", "status": status, **self._call, "arguments": text}
+        return {"id": self.id, "type": "function_call", "status": status, **self._call, "arguments": text}
 
     def _done(self, text: str) -> bytes:
         name = self._call["name"]
@@ -201,7 +205,7 @@ class OpenCustomCall(OpenCall):
         return OpenItem.end(self, status)  # an input may be empty
 
     def _item(self, status: Status, text: str) -> Item:
-        return {"id": self._id, "type": "custom_tool_call", "status": status, **self._call, "input": text}
+        return {"id": self.id, "type": "custom_tool_call", "status": status, **self._call, "input": text}
 
     def _done(self, text: str) -> bytes:
         return self._events("response.custom_tool_call_input.done", **self._at, input=text)
@@ -232,6 +236,13 @@ class Output:
         if not self._spoke and (self._blank or not cut):
             tail = self._say(self._blank)
         return tail + self._close("incomplete" if cut else "completed")
+
+    def so_far(self, status: Status) -> list[Item]:
+        """The items while they grow, perhaps in another thread. status: what the open one is called."""
+        item, items = self._open, list(self.items)
+        if item is not None and all(each["id"] != item.id for each in items):  # it may have been closed just now
+            items.append(item.so_far(status))
+        return items
 
     @property
     def _spoke(self) -> bool:

@@ -30,7 +30,6 @@ LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
 # fields that would change the answer, or where it comes from, in ways that we do not offer
 REFUSED = {
-    "background": "background responses are not supported: send the request without background.",
     "conversation": "conversations are not supported: use previous_response_id, or send the whole input.",
     "prompt": "stored prompts are not supported: send instructions and input.",
     "context_management": "context_management is not supported: send what the model shall see.",
@@ -128,6 +127,8 @@ class ResponsesRequest(GenerationRequest):
             if not (value is None or value is False or value == [] or (param == "n" and value == 1)):
                 raise InvalidRequest(told, param=param)
         self.check_common()
+        if self.background and not self.stored:
+            raise InvalidRequest("background needs store: where else would the response be?", param="store")
         if self.input is None and self.previous_response_id is None:
             raise InvalidRequest(
                 "You must provide the parameter input.", param="input", code="missing_required_parameter"
@@ -195,7 +196,7 @@ def echo(body: ResponsesRequest, tools: Tools, *, temperature: float, top_p: flo
     words = ("prompt_cache_key", "safety_identifier", "user")
     max_tool_calls = hints.get("max_tool_calls")
     return {name: hints[name] if isinstance(hints.get(name), str) else None for name in words} | {
-        "background": False,
+        "background": body.background is True,
         "instructions": _rendered(body.instructions),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": max_tool_calls if type(max_tool_calls) is int else None,

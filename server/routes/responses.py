@@ -1,11 +1,10 @@
-"""POST /v1/responses, and what became of earlier ones: GET, DELETE, cancel, input_items; and input_tokens."""
+"""POST /v1/responses, and input_tokens. What became of earlier responses: `stored_responses.py`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,18 +20,14 @@ from server.protocol.parsing import short
 from server.protocol.response_items import Item, Reader, cut, cuts, references
 from server.protocol.response_tools import MAX_TOOLS, Tools
 from server.protocol.responses import ResponsesRequest, echo, in_our_words
-from server.protocol.responses_writer import Keep, ResponsesWriter
-from server.response_store import Kept, KeptItem, ResponseStore, Shelf, StoredResponse
+from server.protocol.responses_writer import ResponsesWriter
+from server.response_runs import Run, Runs
+from server.response_store import Kept, KeptItem, StoredResponse
+from server.routes.stored_responses import log_stream, owner_of, runs_of
 
 router = APIRouter()
 
-MAX_PAGE = 100
-DEFAULT_PAGE = 20
-PAGE_PARAMETERS = [
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}},
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "An item's id."},
-]
+JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +49,28 @@ async def create_response(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     model = front.check_model(body.model)
-    given = await asyncio.to_thread(_gather, body, _shelf_of(request), front)
+    runs, owner = runs_of(request), owner_of(request)
+    if body.background and runs.store.keeps_nothing:
+        raise InvalidRequest(
+            "This server keeps no responses, so there are none in the background.", param="background"
+        )
+    given = await asyncio.to_thread(_gather, body, runs, owner, front)
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given)
-        params = conversation.params
-        said = await asyncio.to_thread(
-            echo, body, given.tools, temperature=params.temperature, top_p=params.top_p
-        )  # fmt: skip
+        return await _answer(request, front, body, given, conversation, model)
+    except (ApiError, InvalidParameter) as error:
+        raise in_our_words(to_api_error(error)) from None
+
+
+async def _answer(
+    request: Request, front: Front, body: ResponsesRequest, given: Given, conversation: Conversation, model: str
+) -> Response:
+    """Raises InvalidParameter, QueueFull, NotServing, ApiError."""
+    params, streamed = conversation.params, body.stream is True
+    said = await asyncio.to_thread(echo, body, given.tools, temperature=params.temperature, top_p=params.top_p)
+    run = await _opened(request, body, given) if body.stored else None
+    try:
         writer = ResponsesWriter(
             front.tokenizer,
             model=model,
@@ -69,15 +78,33 @@ async def create_response(request: Request) -> Response:
             tools=given.tools,
             logprobs=body.wants_logprobs,
             sealed=body.wants_sealed,
-            keep=await asyncio.to_thread(_keeper, _shelf_of(request), given) if body.stored else None,
+            queued=run is not None and run.is_background,
+            keep=run.keep if run is not None else None,
             new_parser=conversation.new_parser,
             reasoning=params.reasoning,
         )
-        return await front.generate(
-            request, body, [conversation.prompt], params, writer, new_stop_gate=conversation.new_stop_gate
+        answer = await front.admit(
+            request, body, [conversation.prompt], params, writer.id, new_stop_gate=conversation.new_stop_gate
         )
-    except (ApiError, InvalidParameter) as error:
-        raise in_our_words(to_api_error(error)) from None
+    except BaseException:
+        if run is not None:
+            run.close()
+        raise
+    if run is None:
+        return await front.tell(answer, writer, request.receive, streamed=streamed)
+    run.begin(writer, answer)
+    if not run.is_background:
+        return await run.tell(front, request.receive, streamed=streamed)
+    begun = run.start(front, request.scope.get("state", {}).get("log", {}))
+    return log_stream(front, run.log) if run.log is not None else Response(begun, media_type=JSON)
+
+
+async def _opened(request: Request, body: ResponsesRequest, given: Given) -> Run:
+    """For a request that fits: its input becomes JSON here. Raises ApiError 429."""
+    kept = await asyncio.to_thread(_kept, given)
+    return runs_of(request).open(
+        owner_of(request), kept, given.previous, background=body.background is True, streamed=body.stream is True
+    )
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesRequest))
@@ -87,7 +114,7 @@ async def count_input_tokens(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     front.check_model(body.model)
-    given = await asyncio.to_thread(_gather, body, _shelf_of(request), front)
+    given = await asyncio.to_thread(_gather, body, runs_of(request), owner_of(request), front)
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given, must_fit=body.truncation == "auto")
@@ -96,16 +123,12 @@ async def count_input_tokens(request: Request) -> Response:
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
 
 
-def _gather(body: ResponsesRequest, shelf: Shelf, front: Front) -> Given:
+def _gather(body: ResponsesRequest, runs: Runs, owner: str, front: Front) -> Given:
     """What is stored counts before it is read: a small body cannot ask for more than a large one could bring.
 
     Raises InvalidRequest, ApiError 404."""
-    previous = None
-    if body.previous_response_id is not None:
-        previous = shelf.get(body.previous_response_id)
-        if previous is None:
-            told = f"Previous response with id {short(body.previous_response_id)} not found."
-            raise InvalidRequest(told, param="previous_response_id", code="previous_response_not_found")
+    shelf = runs.store.of(owner)
+    previous = _previous(body.previous_response_id, runs, owner) if body.previous_response_id is not None else None
     history = previous.history() if previous is not None else []
     wanted = body.input if body.input is not None else []
     names = references(wanted)
@@ -125,6 +148,19 @@ def _gather(body: ResponsesRequest, shelf: Shelf, front: Front) -> Given:
     return Given(items, own, chosen, previous, tools, [*tools.dropped, *reader.dropped, *body.ignored])
 
 
+def _previous(id: str, runs: Runs, owner: str) -> StoredResponse:
+    """Raises InvalidRequest."""
+    is_running = runs.get(id, owner) is not None  # asked first: it is in the store before it runs no more
+    previous = runs.store.get(id, owner)
+    if previous is not None:
+        return previous
+    told = f"Previous response with id {short(id)} not found."
+    if is_running:
+        told = f"Previous response with id {short(id)} has not ended yet: wait until it has, or cancel it."
+    code = "previous_response_in_progress" if is_running else "previous_response_not_found"
+    raise InvalidRequest(told, param="previous_response_id", code=code)
+
+
 def _named(history: Sequence[KeptItem], names: Sequence[str]) -> dict[str, KeptItem]:
     """Those of the conversation's own items that are named; here ids that the client chose are good, too."""
     wanted = set(names)
@@ -139,9 +175,9 @@ def _check_size(stored: Sequence[KeptItem], limit: int, param: str) -> None:
         raise InvalidRequest(told, param=param, code="context_length_exceeded")
 
 
-def _keeper(shelf: Shelf, given: Given) -> Keep:
-    """What keeps the response to come. For a request that fits: its input becomes JSON here."""
-    return partial(shelf.put, given=Kept.of(given.own, given.chosen), previous=given.previous)
+def _kept(given: Given) -> Kept:
+    """What the store keeps of the input."""
+    return Kept.of(given.own, given.chosen)
 
 
 async def _fit(front: Front, body: ResponsesRequest, given: Given, *, must_fit: bool = True) -> Conversation:
@@ -178,77 +214,5 @@ async def _fit(front: Front, body: ResponsesRequest, given: Given, *, must_fit: 
     return found
 
 
-@router.get("/v1/responses/{response_id}")
-async def get_response(request: Request, response_id: str) -> Response:
-    """A stored response."""
-    if request.query_params.get("stream", "false").lower() in ("true", "1"):
-        raise InvalidRequest("A stored response cannot be streamed again: ask without stream.", param="stream")
-    return Response(_stored(request, response_id).body, media_type="application/json")
-
-
-@router.delete("/v1/responses/{response_id}")
-async def delete_response(request: Request, response_id: str) -> Response:
-    """Forget a response. Those that continue it keep what they need of it."""
-    _stored(request, response_id)
-    _shelf_of(request).delete(response_id)
-    return _json({"id": response_id, "object": "response", "deleted": True})
-
-
-@router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(request: Request, response_id: str) -> Response:
-    """Only background responses could be cancelled, and there are none: whoever waits for an answer closes the
-    connection."""
-    _stored(request, response_id)
-    raise InvalidRequest("Only background responses can be cancelled.", param="response_id")
-
-
-@router.get("/v1/responses/{response_id}/input_items", openapi_extra={"parameters": PAGE_PARAMETERS})
-async def list_input_items(request: Request, response_id: str) -> Response:
-    """The items that the response was made from, a page at a time; the latest first unless order is "asc"."""
-    return _json(_page(_stored(request, response_id).input_items(), dict(request.query_params)))
-
-
-def _page(items: list[KeptItem], query: dict[str, str]) -> dict[str, Any]:
-    """query: limit (1 to 100), order, after (an item's id). Raises InvalidRequest."""
-    limit, order, after = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc"), query.get("after")
-    if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= MAX_PAGE:
-        raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}, got {short(limit)}.", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order must be asc or desc, got {short(order)}.", param="order")
-    listed = items if order == "asc" else items[::-1]
-    start = 0
-    if after is not None:
-        found = [index for index, item in enumerate(listed) if item.id == after]
-        if not found:
-            raise InvalidRequest(f"after names {short(after)}, which is not one of the items.", param="after")
-        start = found[-1] + 1  # the last of that id: who asks for page after page comes to an end
-    page = listed[start : start + int(limit)]
-    return {
-        "object": "list",
-        "data": [orjson.Fragment(item.data) for item in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
-        "has_more": start + int(limit) < len(listed),
-    }
-
-
-def _stored(request: Request, response_id: str) -> StoredResponse:
-    """Raises ApiError 404."""
-    found = _shelf_of(request).get(response_id)
-    if found is None:
-        raise ApiError(404, f"Response with id {short(response_id)} not found.", param="response_id", code="not_found")
-    return found
-
-
-def _shelf_of(request: Request) -> Shelf:
-    """What the application's store, made when it is first needed, holds for the key that the request came with."""
-    state = request.app.state
-    store: ResponseStore | None = getattr(state, "response_store", None)
-    if store is None:
-        settings = state.settings
-        store = state.response_store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
-    return store.of(request.scope.get("state", {}).get("key_digest", ""))
-
-
 def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+    return Response(orjson.dumps(value), media_type=JSON)

@@ -8,7 +8,7 @@ from typing import Any
 
 import schemathesis
 
-REFUSED = ("chat_template", "functions", "background", "conversation", "prompt", "context_management", "moderation")
+REFUSED = ("chat_template", "functions", "conversation", "prompt", "context_management", "moderation")
 RARE = ("model", "function_call", "modalities", "previous_response_id", "structured_outputs", "response_format")
 
 

@@ -50,7 +50,14 @@ async def test_every_route_is_described() -> None:
 async def test_a_page_of_items_has_parameters() -> None:
     paths = (await described())["paths"]
     parameters = paths["/v1/responses/{response_id}/input_items"]["get"]["parameters"]
-    assert [each["name"] for each in parameters] == ["response_id", "limit", "order", "after"]
+    assert [each["name"] for each in parameters] == ["response_id", "limit", "order", "after", "include[]"]
+
+
+async def test_a_response_can_be_streamed() -> None:
+    operation = (await described())["paths"]["/v1/responses/{response_id}"]["get"]
+    names = [each["name"] for each in operation["parameters"]]
+    assert names == ["response_id", "stream", "starting_after", "include[]"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
 async def test_every_reference_leads_somewhere() -> None:

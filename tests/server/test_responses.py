@@ -200,7 +200,7 @@ async def test_forms(fields: dict[str, Any], params: str | None) -> None:
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [USER] * 4097}, "input"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "store"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),

@@ -9,6 +9,8 @@ import httpx
 import orjson
 import pytest
 
+from server.response_store import Kept
+from server.routes.responses import Given, _kept
 from tests.server.agent_engine import AgentEngine, turn
 from tests.server.fake_engine import FakeEngine
 from tests.server.harness import client_of, error_of
@@ -156,7 +158,12 @@ async def test_a_history_counts_before_it_is_read() -> None:
 
 async def test_only_what_fits_and_is_stored_becomes_json(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
-    monkeypatch.setattr("server.routes.responses._keeper", lambda shelf, given: kept.append(len(given.own)))
+
+    def counted(given: Given) -> Kept:
+        kept.append(len(given.own))
+        return _kept(given)
+
+    monkeypatch.setattr("server.routes.responses._kept", counted)
     async with client_of(engine_saying(max_model_len=64)) as client:
         error = await refused(client, input="word " * 500)
         assert error["code"] == "context_length_exceeded"

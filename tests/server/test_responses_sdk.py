@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -11,11 +12,13 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from server.app import create_app
 from server.settings import Settings
 from tests.server.agent_engine import AgentEngine, turn
+from tests.server.harness import eventually
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
@@ -130,3 +133,74 @@ async def test_a_stream_that_fails_raises() -> None:
         with pytest.raises(openai.APIError, match="failed inside the engine"):
             async for _ in stream:
                 pass
+
+
+WORDS = "one two three four five six seven eight nine ten " * 4
+
+
+async def polled(client: openai.AsyncOpenAI, id: str) -> Response:
+    """As OpenAI's guide does it."""
+    response = await client.responses.retrieve(id)
+    while response.status in ("queued", "in_progress"):
+        await asyncio.sleep(0.005)
+        response = await client.responses.retrieve(id)
+    return response
+
+
+async def test_in_the_background() -> None:
+    async with sdk(AgentEngine([WORDS], pause_s=0.001)) as client:
+        made = await client.responses.create(model=MODEL, input="Count.", background=True)
+        assert made.status == "queued"
+        assert made.background
+        final = await polled(client, made.id)
+        assert (final.status, final.output_text) == ("completed", WORDS)
+        assert (await client.responses.cancel(made.id)).output_text == WORDS
+
+
+async def test_cancelled_in_the_background() -> None:
+    engine = AgentEngine([WORDS], pause_s=0.01)
+    async with sdk(engine) as client:
+        made = await client.responses.create(model=MODEL, input="Count.", background=True)
+        for _ in range(2):
+            cancelled = await client.responses.cancel(made.id)
+            assert (cancelled.id, cancelled.status) == (made.id, "cancelled")
+        assert (await polled(client, made.id)).status == "cancelled"
+        assert engine.closed == [1]
+
+
+async def test_a_background_stream_taken_up_again() -> None:
+    async with sdk(AgentEngine([WORDS], pause_s=0.001)) as client:
+        created = client.responses.create(model=MODEL, input="Count.", background=True, stream=True)
+        events = [event async for event in await created]
+        first = events[0]
+        assert first.type == "response.created"
+        for cut in (0, 5, len(events) - 2):
+            again = await client.responses.retrieve(first.response.id, stream=True, starting_after=cut)
+            assert [event async for event in again] == events[cut + 1 :]
+        async with client.responses.stream(response_id=first.response.id, starting_after=7) as stream:
+            assert [event.sequence_number async for event in stream] == list(range(8, len(events)))
+            final = await stream.get_final_response()
+        assert final.output_text == WORDS
+
+
+async def test_a_stream_that_is_cancelled() -> None:
+    engine = AgentEngine([WORDS], pause_s=0.01)
+    async with sdk(engine) as client:
+
+        async def read() -> list[ResponseStreamEvent]:
+            return [event async for event in await client.responses.create(model=MODEL, input="Count.", stream=True)]
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: engine.num_delivered_tokens > 10)
+        (id,) = engine_labels(engine)
+        cancelled = await client.responses.cancel(id)
+        last = (await reading)[-1]
+        assert last.type == "response.failed"
+        assert last.response.status == cancelled.status == "cancelled"
+        assert last.response.output_text == cancelled.output_text
+        assert WORDS.startswith(cancelled.output_text)
+
+
+def engine_labels(engine: AgentEngine) -> list[str]:
+    """The ids of the responses it was asked for: a request is called as its answer is."""
+    return [admitted.label for admitted in engine.admitted]
