@@ -58,6 +58,7 @@ async def create_response(request: Request) -> Response:
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given)
+        front.ignored.note(request, conversation.ignored)
         return await _answer(request, front, body, given, conversation, model)
     except (ApiError, InvalidParameter) as error:
         raise in_our_words(to_api_error(error)) from None
@@ -118,6 +119,7 @@ async def count_input_tokens(request: Request) -> Response:
     front.ignored.note(request, given.dropped)
     try:
         conversation = await _fit(front, body, given, must_fit=body.truncation == "auto")
+        front.ignored.note(request, conversation.ignored)
     except (ApiError, InvalidParameter) as error:
         raise in_our_words(to_api_error(error)) from None
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})

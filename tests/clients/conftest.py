@@ -57,12 +57,12 @@ def serve(log: Path, *flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The server that most tests share."""
+    """The server that most tests share; strict, for it knows all that these clients send."""
     if url := os.environ.get("PAGEMILL_TEST_URL"):
         yield url
         return
     log = tmp_path_factory.mktemp("server") / "log"
-    with serve(log, "--kv-cache-memory", "128MiB") as url:
+    with serve(log, "--kv-cache-memory", "128MiB", "--strict-fields") as url:
         yield url
 
 

@@ -133,11 +133,21 @@ async def test_the_formats_of_other_dialects_are_looked_into(path: str, body: An
     assert f'Unknown parameter: "{field}". Did you mean "schema"?' in response.text.replace("\\", "")
 
 
-async def test_a_strict_tool_that_is_not_forced_is_named() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+STRICT_TOOLS = [
+    (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": FUNCTION}]}, "required"),
+    ("/v1/responses", {"input": "a", "tools": [{"type": "function", **FUNCTION}]}, "required"),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 5, "tools": [
+        {"name": "f", "input_schema": {"type": "object"}, "strict": True}]}, {"type": "any"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "force"), STRICT_TOOLS)
+async def test_a_strict_tool_that_is_not_forced_is_named(path: str, body: dict[str, Any], force: Any) -> None:
     async with client_of(engine()) as client:
-        free = await client.post(CHAT, json={"messages": [USER], "tools": [tool]})
-        forced = await client.post(CHAT, json={"messages": [USER], "tools": [tool], "tool_choice": "required"})
+        free = await client.post(path, json=body)
+        forced = await client.post(path, json=body | {"tool_choice": force})
+    assert free.status_code == forced.status_code == 200
     assert free.headers[HEADER] == "tools.strict"
     assert HEADER not in forced.headers
 
