@@ -100,7 +100,7 @@ class Run:
         self._runs = runs
         self._given = given
         self._previous = previous
-        self._num_reserved = num_reserved or 0
+        self._num_reserved = self._num_bytes = num_reserved or 0  # the latter: beside its events
         self._is_begun = False
         self._is_forgotten = False
         self._is_closed = False
@@ -175,7 +175,7 @@ class Run:
     def _make_room(self) -> None:
         """Events that find no room are given up; the response goes on."""
         assert self.log is not None
-        wanted = self._given.num_bytes + ENTRY_BYTES + self.log.num_bytes
+        wanted = self._num_bytes + self.log.num_bytes
         if self.log.dropped or wanted <= self._num_reserved:
             return
         if self._runs.store.reserve(more := wanted - self._num_reserved + RESERVE):

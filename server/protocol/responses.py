@@ -128,7 +128,7 @@ class ResponsesRequest(GenerationRequest):
                 raise InvalidRequest(told, param=param)
         self.check_common()
         if self.background and not self.stored:
-            raise InvalidRequest("background needs store: where else would the response be?", param="store")
+            raise InvalidRequest("background needs store: the response is fetched later.", param="store")
         if self.input is None and self.previous_response_id is None:
             raise InvalidRequest(
                 "You must provide the parameter input.", param="input", code="missing_required_parameter"

@@ -71,19 +71,19 @@ async def _answer(
     params, streamed = conversation.params, body.stream is True
     said = await asyncio.to_thread(echo, body, given.tools, temperature=params.temperature, top_p=params.top_p)
     run = await _opened(request, body, given) if body.stored else None
+    writer = ResponsesWriter(
+        front.tokenizer,
+        model=model,
+        echo=said,
+        tools=given.tools,
+        logprobs=body.wants_logprobs,
+        sealed=body.wants_sealed,
+        queued=run is not None and run.is_background,
+        keep=run.keep if run is not None else None,
+        new_parser=conversation.new_parser,
+        reasoning=params.reasoning,
+    )
     try:
-        writer = ResponsesWriter(
-            front.tokenizer,
-            model=model,
-            echo=said,
-            tools=given.tools,
-            logprobs=body.wants_logprobs,
-            sealed=body.wants_sealed,
-            queued=run is not None and run.is_background,
-            keep=run.keep if run is not None else None,
-            new_parser=conversation.new_parser,
-            reasoning=params.reasoning,
-        )
         answer = await front.admit(
             request, body, [conversation.prompt], params, writer.id, new_stop_gate=conversation.new_stop_gate
         )
@@ -94,6 +94,11 @@ async def _answer(
     if run is None:
         return await front.tell(answer, writer, request.receive, streamed=streamed)
     run.begin(writer, answer)
+    return await _told(request, front, run, streamed=streamed)
+
+
+async def _told(request: Request, front: Front, run: Run, *, streamed: bool) -> Response:
+    """The answer of a response that is known while it runs."""
     if not run.is_background:
         return await run.tell(front, request.receive, streamed=streamed)
     begun = run.start(front, request.scope.get("state", {}).get("log", {}))
