@@ -20,10 +20,39 @@ from server.protocol.parsing import wrong
 MAX_FIELDS = 1024  # of one object that we read; no API has a tenth of it
 
 
-def _describe_hints(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """For the description of the API: hints are fields too, of any kind."""
+HINT = {"description": "Accepted; without effect."}  # in the description of the API
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """For the description of the API: hints are fields too, of any kind, and what is loose has fields."""
+    properties = schema.setdefault("properties", {})
     for name in sorted(getattr(model, "hints", ())):
-        schema.setdefault("properties", {})[name] = {"description": "Accepted; without effect."}
+        properties[name] = HINT
+    for name, read in getattr(model, "shapes", {}).items():
+        told = properties[name]
+        if "type" not in told and "anyOf" not in told:  # of any type: a text, or what else could say it
+            told["anyOf"] = [{"type": "string"}, {"type": "array"}, {"type": "null"}]
+        for each in told.get("anyOf", [told]):
+            if each.get("type") == "array":
+                each["items"] = _described(read)
+            elif each.get("type") == "object":
+                each |= _described(read)
+
+
+def _described(read: Shape | Kinds, kind: str | None = None) -> dict[str, Any]:
+    """JSON schema of one object."""
+    if isinstance(read, Kinds):
+        other = {"type": "object", "description": "Of another type: dropped, or refused."}
+        return {"anyOf": [*(_described(each, kind) for kind, each in read.shapes.items()), other]}
+    properties: dict[str, Any] = {}
+    for name, inner in read.fields.items():
+        if isinstance(inner, Kinds):
+            properties[name] = {"anyOf": [{"type": "array", "items": _described(inner)}, {"type": ["string", "null"]}]}
+        else:
+            properties[name] = {} if inner is None else _described(inner)
+    if kind is not None:
+        properties["type"] = {"const": kind}
+    return {"type": "object", "properties": properties | dict.fromkeys(sorted(read.hints), HINT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +89,7 @@ class WireModel(BaseModel):
     that are loose here, and read elsewhere."""
 
     model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_describe_hints
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_describe
     )
 
     hints: ClassVar[frozenset[str]] = frozenset()

@@ -80,6 +80,20 @@ async def test_schemas_say_what_is_taken() -> None:
     assert len(schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]) == 4
 
 
+async def test_schemas_say_what_is_read_of_loose_objects() -> None:
+    schemas = (await described())["components"]["schemas"]
+    content = schemas["MessagesRequest"]["properties"]["messages"]["items"]["properties"]["content"]
+    *blocks, other = content["anyOf"][0]["items"]["anyOf"]
+    fields = {block["properties"]["type"]["const"]: set(block["properties"]) for block in blocks}
+    assert fields["tool_result"] >= {"tool_use_id", "content", "is_error", "cache_control"}
+    assert "properties" not in other
+    *items, _ = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"][1]["items"]["anyOf"]
+    assert "function_call_output" in {item["properties"]["type"]["const"] for item in items}
+    form = schemas["ChatRequest"]["properties"]["response_format"]["anyOf"][0]
+    assert set(form["properties"]["json_schema"]["properties"]) == {"name", "schema", "strict", "description"}
+    assert schemas["MessagesRequest"]["properties"]["system"]["anyOf"][0] == {"type": "string"}
+
+
 async def test_it_is_guarded() -> None:
     async with client_of(engine(), api_key=("key",)) as client:
         assert (await client.get("/openapi.json")).status_code == 401
