@@ -85,6 +85,11 @@ class InvalidRequest(ApiError):
         super().__init__(400, message, param=param, code=code)
 
 
+def missing(param: str, more: str = "") -> InvalidRequest:
+    """For a field without which nothing can be done. more: another sentence."""
+    return InvalidRequest(f"You must provide the parameter {param}.{more}", param, "missing_required_parameter")
+
+
 def retold(error: ApiError, params: Iterable[tuple[re.Pattern[str], str]]) -> ApiError:
     """An error about a field that was translated, about the one that it came from: where `param` begins with a
     pattern, it is spelled as that says (with its groups), and so is the beginning of the message."""

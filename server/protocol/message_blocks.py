@@ -15,7 +15,7 @@ from typing import Any
 
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import Kinds, shape
-from server.protocol.parsing import short
+from server.protocol.parsing import short, text_of
 
 MAX_BLOCKS = 4096  # in one message
 MAX_IGNORED = 1000  # names
@@ -162,13 +162,13 @@ def _note(ignored: Ignored, name: str) -> None:
 def _text_part(block: dict[str, Any], where: str) -> dict[str, str]:
     kind = block["type"]
     if kind == "text":
-        return {"type": "text", "text": _string(block, "text", where)}
+        return {"type": "text", "text": text_of(block, "text", where)}
     if kind == "search_result":
         found = _texts(block.get("content"), f"{where}.content", "search result")
-        lines = (_string(block, "title", where), _string(block, "source", where), *found)
+        lines = (text_of(block, "title", where), text_of(block, "source", where), *found)
         return {"type": "text", "text": "\n".join(lines)}
     if kind == "tool_reference":
-        return {"type": "text", "text": _string(block, "tool_name", where)}
+        return {"type": "text", "text": text_of(block, "tool_name", where)}
     if kind in MEDIA:
         raise _wrong(where, f"is of type {kind}: only text is supported by this model")
     raise _wrong(f"{where}.type", f"is {short(kind)}, which is not supported here")
@@ -193,12 +193,12 @@ def _texts(content: object, path: str, place: str) -> list[str]:
     for where, block in _blocks(content, path):
         if block["type"] != "text":
             raise _wrong(f"{where}.type", f'must be "text" in a {place}, got {short(block["type"])}')
-        texts.append(_string(block, "text", where))
+        texts.append(text_of(block, "text", where))
     return texts
 
 
 def _thinking(block: dict[str, Any], where: str) -> str:
-    text = _string(block, "thinking", where)
+    text = text_of(block, "thinking", where)
     signature = block.get("signature")
     if text or not isinstance(signature, str) or not signature.startswith(HELD):
         return text
@@ -212,8 +212,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise _wrong(f"{where}.input", f"must be an object, got {short(arguments)}")
-    function = {"name": _string(block, "name", where), "arguments": arguments}  # an object: the template spells it
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": text_of(block, "name", where), "arguments": arguments}  # an object: the template spells it
+    return {"id": text_of(block, "id", where), "type": "function", "function": function}
 
 
 def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise _wrong(f"{where}.is_error", f"must be a boolean, got {short(failed)}")
     if failed:
         parts = _told_as_error(parts)
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": parts}
+    return {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": parts}
 
 
 def _told_as_error(parts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -234,13 +234,6 @@ def _told_as_error(parts: list[dict[str, str]]) -> list[dict[str, str]]:
     if not re.match(r"\W*(tool_use_)?error", first, re.IGNORECASE):
         first = f"Error: {first}"
     return [{"type": "text", "text": first}, *parts[1:]]
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong(f"{where}.{name}", f"must be a string, got {short(value)}")
-    return value
 
 
 def _wrong(path: str, told: str) -> InvalidRequest:

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, FailFast
 
 from server.protocol.chat import ChatRequest
 from server.protocol.common import stop_list
-from server.protocol.errors import ApiError, InvalidRequest, retold
+from server.protocol.errors import ApiError, InvalidRequest, missing, retold
 from server.protocol.fields import WireModel, shape
 from server.protocol.message_blocks import MESSAGES, SYSTEM, Ignored, chat_messages
 from server.protocol.message_tools import client_tool
@@ -143,8 +143,7 @@ class MessagesRequest(WireModel):
     def check_max_tokens(self) -> int:
         """Raises InvalidRequest: generating needs a limit, counting does not."""
         if self.max_tokens is None:
-            told = "You must provide the parameter max_tokens."
-            raise InvalidRequest(told, param="max_tokens", code="missing_required_parameter")
+            raise missing("max_tokens")
         if self.max_tokens < 0:
             raise InvalidRequest(f"max_tokens must be at least 0, got {self.max_tokens}.", param="max_tokens")
         return self.max_tokens

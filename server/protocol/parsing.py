@@ -6,6 +6,7 @@ are finite, a bool is no number and a number is no string.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import orjson
 from pydantic import BaseModel, BeforeValidator, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from server.protocol.errors import InvalidRequest
+from server.protocol.errors import InvalidRequest, missing
 
 MAX_DEPTH = 128  # levels of JSON
 MAX_BRACKETS = 1 << 18  # opening ones, in texts too: each may be an object to make, and all of them hold up the loop
@@ -143,9 +144,7 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
     param = path_of(details["loc"])
     kind = details["type"]
     if kind == "missing" or (details["input"] is None and isinstance(details["loc"][-1], str)):  # null is absent
-        return InvalidRequest(
-            f"You must provide the parameter {param}.", param=param, code="missing_required_parameter"
-        )
+        return missing(param, _misspelled(str(details["loc"][-1]), details["input"]))
     if kind == "pagemill":
         return InvalidRequest(f"{param or 'The body'} {details['msg']}", param=param or None)
     # a field of several types brings an error for each, under a name of the type's
@@ -158,6 +157,25 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
         return InvalidRequest(f"{param} must be {nouns}, got {short(given)}.", param=param)
     wanted = _WANTED.get(kind, f"is invalid ({details['msg']})").format(**details.get("ctx", {})).replace("'", '"')
     return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
+
+
+def _misspelled(name: str, given: object) -> str:
+    """The field that may have been meant, among those of the object that lacks it."""
+    keys = [key[:64] for key in given] if isinstance(given, dict) else []
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.7)
+    return f" Is it misspelled as {short(near[0])}?" if near else ""
+
+
+def text_of(given: dict[str, Any], name: str, path: str, *, filled: bool = False) -> str:
+    """A field that must be a string, of an object that is read by hand. path: the object's. filled: and not an empty
+    one. Raises InvalidRequest."""
+    value = given.get(name)
+    if value is None:
+        raise missing(f"{path}.{name}")
+    if not isinstance(value, str) or (filled and not value):
+        wanted = "a string that is not empty" if filled else "a string"
+        raise InvalidRequest(f"{path}.{name} must be {wanted}, got {short(value)}.", param=f"{path}.{name}")
+    return value
 
 
 def path_of(location: tuple[int | str, ...]) -> str:

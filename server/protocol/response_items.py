@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from server.protocol.errors import ApiError, InvalidRequest
-from server.protocol.parsing import short
+from server.protocol.errors import ApiError, InvalidRequest, missing
+from server.protocol.parsing import short, text_of
 from server.protocol.response_fields import TEXT_PARTS
 from server.protocol.response_tools import flat_name
 
@@ -104,23 +104,11 @@ class Reader:
         return read
 
     def _referenced(self, item: Item, path: str) -> Item:
-        name = _string(item, "id", path)
+        name = text_of(item, "id", path, filled=True)
         found = self._stored.get(name)
         if found is None:
             raise ApiError(404, f"{path}: there is no stored item with the id {short(name)}.", param=f"{path}.id")
         return found
-
-
-def _string(item: Item, key: str, path: str, *, may_be_empty: bool = False) -> str:
-    value = item.get(key)
-    if value is None:
-        raise InvalidRequest(
-            f"You must provide the parameter {path}.{key}.", f"{path}.{key}", "missing_required_parameter"
-        )
-    if not isinstance(value, str) or not (value or may_be_empty):
-        wanted = "a string" if may_be_empty else "a string that is not empty"
-        raise InvalidRequest(f"{path}.{key} must be {wanted}, got {short(value)}.", param=f"{path}.{key}")
-    return value
 
 
 def _id(item: Item, prefix: str) -> str:
@@ -165,11 +153,11 @@ def _text(part: object, path: str) -> str:
         raise InvalidRequest(f"{path} must be an object, got {short(part)}.", param=path)
     kind = part.get("type")
     if kind == "refusal":
-        return _string(part, "refusal", path, may_be_empty=True)
+        return text_of(part, "refusal", path)
     if kind not in TEXT_PARTS:
         told = f"{path} is a part of type {short(kind)}: only text is supported by this model."
         raise InvalidRequest(told, param=path)
-    return _string(part, "text", path, may_be_empty=True)
+    return text_of(part, "text", path)
 
 
 def _read_reasoning(item: Item, path: str) -> Item:
@@ -188,15 +176,15 @@ def _read_reasoning(item: Item, path: str) -> Item:
 
 
 def _read_call(item: Item, path: str) -> Item:
-    return _call(item, path, "fc_", {"arguments": _string(item, "arguments", path, may_be_empty=True)})
+    return _call(item, path, "fc_", {"arguments": text_of(item, "arguments", path)})
 
 
 def _read_custom_call(item: Item, path: str) -> Item:
-    return _call(item, path, "ctc_", {"input": _string(item, "input", path, may_be_empty=True)})
+    return _call(item, path, "ctc_", {"input": text_of(item, "input", path)})
 
 
 def _call(item: Item, path: str, prefix: str, payload: Item) -> Item:
-    call_id, name = _string(item, "call_id", path), _string(item, "name", path)
+    call_id, name = text_of(item, "call_id", path, filled=True), text_of(item, "name", path, filled=True)
     read = {"type": item["type"], "id": _id(item, prefix), "call_id": call_id, "name": name, "status": "completed"}
     if isinstance(item.get("namespace"), str):
         read["namespace"] = item["namespace"]
@@ -206,13 +194,11 @@ def _call(item: Item, path: str, prefix: str, payload: Item) -> Item:
 def _read_output(item: Item, path: str) -> Item:
     output = item.get("output")
     if output is None:
-        raise InvalidRequest(
-            f"You must provide the parameter {path}.output.", f"{path}.output", "missing_required_parameter"
-        )
+        raise missing(f"{path}.output")
     return {
         "type": item["type"],
         "id": _id(item, "fco_" if item["type"] == "function_call_output" else "cto_"),
-        "call_id": _string(item, "call_id", path),
+        "call_id": text_of(item, "call_id", path, filled=True),
         "output": [_part("input_text", text) for text in _texts(output, f"{path}.output")],
         "status": "completed",
     }

@@ -210,7 +210,7 @@ def test_refused_messages(message: Any, path: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat([USER, message])
     assert refused.value.param == f"messages[1]{path}"
-    assert f"messages[1]{path} " in refused.value.message
+    assert f"messages[1]{path}" in refused.value.message
     assert len(refused.value.message) < 200
 
 

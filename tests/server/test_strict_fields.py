@@ -149,9 +149,25 @@ async def test_what_nobody_knows_is_named_or_refused(path: str, body: Any, param
 async def test_a_mistyped_name_is_told_before_what_it_lacks() -> None:
     body = message(hears({"type": "text", "txt": "x"}))
     async with client_of(engine()) as client:
-        assert "text must be a string" in (await client.post(MESSAGES, json=body)).json()["error"]["message"]
+        assert "You must provide" in (await client.post(MESSAGES, json=body)).json()["error"]["message"]
     async with client_of(engine(), strict_fields=True) as client:
         assert 'Did you mean "text"?' in (await client.post(MESSAGES, json=body)).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (CHAT, {"mesages": [USER]}, 'parameter messages. Is it misspelled as "mesages"?'),
+        (CHAT, {"messages": [{"roll": "user", "rol": "user"}]}, 'messages[0].role. Is it misspelled as "rol"?'),
+        (MESSAGES, message(thinking={"typ": "enabled"}), 'thinking.type. Is it misspelled as "typ"?'),
+        (TOKENIZE, {"messages": [{"x" * 100: 1}]}, "parameter messages[0].role."),
+    ],
+)
+async def test_what_is_missing_may_be_misspelled(path: str, body: Any, told: str) -> None:
+    async with client_of(engine()) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(told)
 
 
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
