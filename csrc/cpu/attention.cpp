@@ -19,31 +19,12 @@ void attend_split(const Item& item, int64_t split, const Results& result) {
   const int64_t base = split * kSplitTokens;
   const int64_t begin = item.begin > base ? item.begin : base;
   const int64_t end = item.end < base + kSplitTokens ? item.end : base + kSplitTokens;
-  const int64_t tile_begin = begin / kTileTokens, tile_end = (end + kTileTokens - 1) / kTileTokens;
-  const int64_t num_tiles = tile_end - tile_begin, origin = tile_begin * kTileTokens;
-  const int32_t* keys[kTableTiles];
-  const int32_t* values[kTableTiles];
-  find_tiles(item, args.key_cache, args.key_block_stride, args.key_dim, tile_begin, tile_end, keys);
-  find_tiles(item, args.value_cache, args.value_block_stride, args.value_dim, tile_begin, tile_end, values);
-  for (int64_t i = 0; i < kMaxSpan; ++i) {
-    keys[num_tiles + i] = values[i < num_tiles ? i : 0];  // fetched while the last keys are scored
-    values[num_tiles + i] = values[num_tiles - 1];
-  }
+  SplitTiles tiles(item, begin, end);
   const int64_t steps = args.type == ElementType::bf16 ? args.key_dim / 2 : args.key_dim;
-  Products<T>::score(item.query, item.query_stride, item.num_rows, keys, num_tiles, steps, item.scores);
-  for (int64_t row = 0; row < item.num_rows; ++row) {
-    const int64_t from = item.rows[row].begin > origin ? item.rows[row].begin - origin : 0;
-    const int64_t to = (item.rows[row].end < end ? item.rows[row].end : end) - origin;
-    float* scores = item.scores + row * kSplitTokens;
-    if (to <= from) {
-      result.maximum[row] = kNegativeInfinity;
-      __builtin_memset(scores, 0, num_tiles * kTileTokens * 4);
-      continue;
-    }
-    softmax_row<T>(args, scores, num_tiles * kTileTokens, from, to, result.maximum + row, result.sum + row);
-  }
-  prepare_values(item, tile_begin, tile_end, values);
-  Products<T>::weigh(item.scores, item.num_rows, values, num_tiles, item.value_stride, result.value,
+  Products<T>::score(item.query, item.query_stride, item.num_rows, tiles.keys, tiles.count(), steps, item.scores);
+  softmax<T>(item, tiles.begin * kTileTokens, end, tiles.count() * kTileTokens, result);
+  prepare_values(item, tiles);
+  Products<T>::weigh(item.scores, item.num_rows, tiles.values, tiles.count(), item.value_stride, result.value,
                      item.value_stride);
 }
 
@@ -74,7 +55,9 @@ void run_merge(const Item& item, const AttentionMerge& work) {
 }  // namespace
 
 void attend_piece(const AttentionArgs& args, const AttentionPiece& piece, char* scratch) {
-  const Item item(args, piece.tiles, piece.num_tiles, piece.kv_head, scratch);
+  Item item(args, piece.tiles, piece.num_tiles, piece.kv_head, scratch);
+  const int64_t split_end = (piece.split + 1) * kSplitTokens;
+  item.end = item.end < split_end ? item.end : split_end;
   if (args.type == ElementType::f32) {
     run_piece<F32>(item, piece);
   } else {

@@ -49,7 +49,7 @@ inline TileConfig weigh_config() {
 }
 
 inline void prefetch_lines(const int32_t* words, int64_t lines, int64_t stride) {
-  for (int64_t line = 0; line < lines; ++line) prefetch(words + line * stride);
+  for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(words + line * stride, 0, 3);
 }
 
 // One cached tile's 16 columns for 16 rows.

@@ -1,4 +1,4 @@
-// What attention needs beyond lanes.h: a power of two for arguments that are never positive, and tanh.
+// What attention needs beyond lanes.h: a power of two for arguments that are never positive, tanh, a quicker maximum.
 #pragma once
 
 #include "cpu/lanes.h"
@@ -22,6 +22,20 @@ inline Vec exp2_nonpositive(Vec x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(-125.0f), _CMP_NLT_UQ), scaled);
 #else
   return (Vec)((IntVec)scaled & ~(IntVec)(x < splat(-125.0f)));
+#endif
+}
+
+// The largest lane, none of which may be NaN.
+inline float largest_lane(Vec v) {
+#if defined(__AVX2__)
+  __m256 half[kLanes / 8];
+  __builtin_memcpy(half, &v, sizeof v);
+  const __m256 eight = _mm256_max_ps(half[0], half[kLanes / 8 - 1]);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return two[0] > two[1] ? two[0] : two[1];
+#else
+  return max_lanes(v);
 #endif
 }
 

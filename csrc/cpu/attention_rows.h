@@ -99,8 +99,8 @@ void gather_query(const Item& item) {
 }
 
 // Addresses of the tiles [tile_begin, tile_end) of the item's kv head.
-void find_tiles(const Item& item, const char* cache, int64_t block_stride, int64_t dim, int64_t tile_begin,
-                int64_t tile_end, const int32_t** tiles) {
+inline void find_tiles(const Item& item, const char* cache, int64_t block_stride, int64_t dim, int64_t tile_begin,
+                       int64_t tile_end, const int32_t** tiles) {
   const AttentionArgs& args = item.args;
   const int64_t bytes = element_bytes(args.type), tiles_per_block = args.block_size / kTileTokens;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
@@ -109,6 +109,30 @@ void find_tiles(const Item& item, const char* cache, int64_t block_stride, int64
     tiles[tile - tile_begin] = reinterpret_cast<const int32_t*>(cache + (block * block_stride + inside) * bytes);
   }
 }
+
+// The tiles of one split that hold keys any row sees, [begin, end). Each list goes on with kAhead that are read next:
+// values follow keys, and the next split's keys follow values.
+struct SplitTiles {
+  int64_t begin, end;
+  const int32_t* keys[kTableTiles];
+  const int32_t* values[kTableTiles];
+
+  SplitTiles(const Item& item, int64_t first_key, int64_t end_key)
+      : begin(first_key / kTileTokens), end((end_key + kTileTokens - 1) / kTileTokens) {
+    const AttentionArgs& args = item.args;
+    const int64_t last = (item.end + kTileTokens - 1) / kTileTokens;
+    const int64_t next = last < end + kAhead ? last : end + kAhead;
+    find_tiles(item, args.key_cache, args.key_block_stride, args.key_dim, begin, end, keys);
+    find_tiles(item, args.value_cache, args.value_block_stride, args.value_dim, begin, end, values);
+    find_tiles(item, args.key_cache, args.key_block_stride, args.key_dim, end, next, values + count());
+    for (int64_t i = 0; i < kAhead; ++i) {
+      keys[count() + i] = values[i < count() ? i : 0];
+      if (i >= next - end) values[count() + i] = values[count() - 1];
+    }
+  }
+
+  int64_t count() const { return end - begin; }
+};
 
 // A copy of a value tile with its rows padded to value_stride words and tokens from num_tokens on zeroed.
 void copy_values(const int32_t* tile, const Item& item, int64_t num_tokens, int32_t* to) {
@@ -124,14 +148,14 @@ void copy_values(const int32_t* tile, const Item& item, int64_t num_tokens, int3
 }
 
 // Replaces tiles that cannot be weighed as they lie by copies.
-void prepare_values(const Item& item, int64_t tile_begin, int64_t tile_end, const int32_t** tiles) {
+void prepare_values(const Item& item, SplitTiles& tiles) {
   const bool pad = item.args.value_dim != item.value_stride;
-  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    const int64_t left = item.seq_len - tile * kTileTokens;
+  for (int64_t i = 0; i < tiles.count(); ++i) {
+    const int64_t left = item.seq_len - (tiles.begin + i) * kTileTokens;
     if (!pad && left >= kTileTokens) continue;
-    int32_t* copy = item.values + (tile - tile_begin) * kTileTokens * item.value_stride;
-    copy_values(tiles[tile - tile_begin], item, left < kTileTokens ? left : kTileTokens, copy);
-    tiles[tile - tile_begin] = copy;
+    int32_t* copy = item.values + i * kTileTokens * item.value_stride;
+    copy_values(tiles.values[i], item, left < kTileTokens ? left : kTileTokens, copy);
+    tiles.values[i] = copy;
   }
 }
 

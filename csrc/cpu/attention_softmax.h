@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention_rows.h"
+#include "cpu/lanes_io.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
@@ -16,10 +17,8 @@ inline float exponent_factor(const AttentionArgs& args) {
 
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
 
-// Scores [0, columns) of one row become probabilities, in place; those outside [begin, end) become 0.
-template <typename T>
-void softmax_row(const AttentionArgs& args, float* row, int64_t columns, int64_t begin, int64_t end, float* maximum,
-                 float* sum) {
+// Makes scores [0, columns) of one row ready: -inf outside [begin, end), the softcap's tanh. Returns the largest.
+inline float prepare_row(const AttentionArgs& args, float* row, int64_t columns, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < begin; ++i) row[i] = kNegativeInfinity;
   for (int64_t i = end; i < columns; ++i) row[i] = kNegativeInfinity;
   if (args.softcap > 0) {
@@ -30,12 +29,22 @@ void softmax_row(const AttentionArgs& args, float* row, int64_t columns, int64_t
       store(row + i, raw == splat(kNegativeInfinity) ? raw : capped);
     }
   }
-  Vec high = splat(kNegativeInfinity);
-  for (int64_t i = 0; i < columns; i += kLanes) high = larger(load(row + i), high);
-  float top = max_lanes(high);
-  if (top == kNegativeInfinity) top = __builtin_nanf("");  // a row with keys and no finite score is broken, not empty
-  *maximum = top;
-  const Vec factor = splat(exponent_factor(args)), shift = splat(top);
+  constexpr int64_t kChains = 4;
+  Vec high[kChains];
+  for (int64_t c = 0; c < kChains; ++c) high[c] = splat(kNegativeInfinity);
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= columns; i += kChains * kLanes) {
+    for (int64_t c = 0; c < kChains; ++c) high[c] = larger(load(row + i + c * kLanes), high[c]);
+  }
+  for (; i < columns; i += kLanes) high[0] = larger(load(row + i), high[0]);
+  const float top = largest_lane(larger(larger(high[0], high[1]), larger(high[2], high[3])));
+  return top == kNegativeInfinity ? __builtin_nanf("") : top;  // keys and no finite score: broken, not empty
+}
+
+// Prepared scores [0, columns) become probabilities, in place; returns their sum.
+template <typename T>
+inline float exponentials(float* row, int64_t columns, float top, float exponent) {
+  const Vec factor = splat(exponent), shift = splat(top);
   Vec total[16 / kLanes] = {};
   for (int64_t i = 0; i < columns; i += 16) {
     for (int64_t v = 0; v < 16 / kLanes; ++v) {
@@ -45,7 +54,28 @@ void softmax_row(const AttentionArgs& args, float* row, int64_t columns, int64_t
     }
   }
   for (int64_t v = 1; v < 16 / kLanes; ++v) total[0] = total[0] + total[v];
-  *sum = sum_lanes(total[0]);
+  return sum_lanes(total[0]);
+}
+
+// Scores of keys [origin, origin + columns) become probabilities, with each row's maximum and sum; those of keys that a
+// row does not see, or from `end` on, become 0. Two passes over all rows, so that one row's fold hides another's.
+template <typename T>
+void softmax(const Item& item, int64_t origin, int64_t end, int64_t columns, const Results& result) {
+  const float exponent = exponent_factor(item.args);
+  for (int64_t row = 0; row < item.num_rows; ++row) {
+    const int64_t from = item.rows[row].begin > origin ? item.rows[row].begin - origin : 0;
+    const int64_t to = (item.rows[row].end < end ? item.rows[row].end : end) - origin;
+    float* scores = item.scores + row * kSplitTokens;
+    result.maximum[row] = to > from ? prepare_row(item.args, scores, columns, from, to) : kNegativeInfinity;
+  }
+  for (int64_t row = 0; row < item.num_rows; ++row) {
+    float* scores = item.scores + row * kSplitTokens;
+    if (result.maximum[row] == kNegativeInfinity) {
+      __builtin_memset(scores, 0, columns * 4);
+    } else {
+      result.sum[row] = exponentials<T>(scores, columns, result.maximum[row], exponent);
+    }
+  }
 }
 
 // Adds one split's rows to what the splits to its left gave.
@@ -72,6 +102,14 @@ void merge(int64_t rows, int64_t value_stride, float factor, const Results& spli
   }
 }
 
+// + 0: a zero is positive whoever computed it.
+template <typename T>
+inline void write_row(const float* value, float factor, bool seen, T* out, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    store_up_to(out + d, seen ? load(value + d) * factor + 0.0f : splat(0.0f), dim - d);
+  }
+}
+
 // Divides by the sum (with the sink in it) and writes the output rows; zeros where no key was seen.
 void finish(const Item& item, const Results& merged) {
   const AttentionArgs& args = item.args;
@@ -89,14 +127,10 @@ void finish(const Item& item, const Results& merged) {
       }
       factor = rescale / sum;
     }
-    const int64_t to = item.rows[row].out;
-    for (int64_t d = 0; d < args.value_dim; ++d) {
-      const float x = seen ? value[d] * factor + 0.0f : 0.0f;  // + 0: a zero is positive whoever computed it
-      if (args.type == ElementType::f32) {
-        reinterpret_cast<float*>(args.out)[to + d] = x;
-      } else {
-        reinterpret_cast<uint16_t*>(args.out)[to + d] = float_to_bf16(x);
-      }
+    if (args.type == ElementType::f32) {
+      write_row(value, factor, seen, reinterpret_cast<float*>(args.out) + item.rows[row].out, args.value_dim);
+    } else {
+      write_row(value, factor, seen, reinterpret_cast<uint16_t*>(args.out) + item.rows[row].out, args.value_dim);
     }
   }
 }

@@ -70,12 +70,21 @@ inline Vec larger(Vec a, Vec b) {
 
 // The lanes folded in halves: one fixed order.
 inline float sum_lanes(Vec v) {
+#if defined(__AVX2__)
+  __m256 half[kLanes / 8];
+  __builtin_memcpy(half, &v, sizeof v);
+  const __m256 eight = kLanes == 8 ? half[0] : half[0] + half[kLanes / 8 - 1];
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+#else
   float lane[kLanes];
   store(lane, v);
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
     for (int64_t i = 0; i < width; ++i) lane[i] += lane[i + width];
   }
   return lane[0];
+#endif
 }
 
 inline float max_lanes(Vec v) {
