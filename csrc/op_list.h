@@ -24,9 +24,9 @@ void copy_blocks(const std::vector<Tensor> caches, const Tensor pairs);
 void gather_blocks(const std::vector<Tensor> caches, const Tensor ids, Tensor staging);
 void scatter_blocks(const std::vector<Tensor> caches, const Tensor ids, const Tensor staging);
 
-Tensor pack_linear(const Tensor weight);
+Tensor pack_linear(const Tensor weight, bool gated);
 Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
-              bool float32_out);
+              bool float32_out, const std::optional<std::string> activation, const std::optional<Tensor> residual);
 Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::optional<Tensor> minimums, int64_t bits);
 Tensor linear_quant(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
                     bool float32_out);

@@ -18,8 +18,10 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def("copy_blocks(Tensor(a!)[] caches, Tensor pairs) -> ()");
   library.def("gather_blocks(Tensor[] caches, Tensor ids, Tensor(a!) staging) -> ()");
   library.def("scatter_blocks(Tensor(a!)[] caches, Tensor ids, Tensor staging) -> ()");
-  library.def("pack_linear(Tensor weight) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
+  library.def("pack_linear(Tensor weight, bool gated) -> Tensor");
+  library.def(
+      "linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out, str? activation, "
+      "Tensor? residual) -> Tensor");
   library.def("pack_linear_quant(Tensor values, Tensor scales, Tensor? minimums, int bits) -> Tensor");
   library.def("linear_quant(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");

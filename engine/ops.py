@@ -122,27 +122,37 @@ def scatter_blocks(caches: Sequence[Tensor], ids: Tensor, staging: Tensor) -> No
 # ---- linear layers --------------------------------------------------------------------------------------------
 
 
-def pack_linear(weight: Tensor) -> Tensor:
+ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
+"""gelu is the exact one (error function), gelu_tanh the approximation through tanh."""
+
+
+def pack_linear(weight: Tensor, *, gated: bool = False) -> Tensor:
     """The weight [out_features, in_features] (float32 or bfloat16) in the order `linear` reads: panels of 32 output
-    features, zero-padded. Packed once at load; the layout is the same at every instruction-set level."""
-    packed: Tensor = _ops.pack_linear(weight)
+    features, zero-padded. Packed once at load; the layout is the same at every instruction-set level.
+
+    gated: [2 * out_features, in_features], gate first, packed for a `linear` with an activation."""
+    packed: Tensor = _ops.pack_linear(weight, gated)
     return packed
 
 
 def linear(
     x: Tensor,  # [M, in_features] in the weight's dtype; the last dimension contiguous, rows at any stride
     packed: Tensor,  # from pack_linear
-    bias: Tensor | None,  # [out_features], float32 or bfloat16
+    bias: Tensor | None,  # [out_features], gated [2 * out_features]; float32 or bfloat16
     out_features: int,
     *,
     out_dtype: torch.dtype | None = None,  # float32, or the dtype of x (None)
+    activation: ActivationKind | None = None,  # for a gated weight
+    residual: Tensor | None = None,  # [M, out_features] in out's dtype, contiguous; not with an activation
 ) -> Tensor:  # [M, out_features]
-    """x @ weight.T + bias, accumulated in float32 in ascending order of in_features, rounded once.
+    """x @ weight.T + bias, summed in float32 in ascending order of in_features, rounded once.
 
-    A row's bits do not depend on the other rows, their number, or the number of threads."""
+    With an activation: activation(gate half) * up half, with a residual: residual + it, each bit for bit as the
+    separate operations on the rounded product would give. A row's bits do not depend on the other rows, their number,
+    or the number of threads."""
     if out_dtype not in (None, torch.float32, x.dtype):
         raise RuntimeError(f"pagemill.linear: out_dtype: wanted torch.float32 or {x.dtype}, got {out_dtype}")
-    out: Tensor = _ops.linear(x, packed, bias, out_features, out_dtype is torch.float32)
+    out: Tensor = _ops.linear(x, packed, bias, out_features, out_dtype is torch.float32, activation, residual)
     return out
 
 
@@ -183,9 +193,6 @@ def linear_quant(
 NormVariant = Literal["llama", "gemma", "f32"]
 """Where values are rounded to x's dtype. llama: x * scale, then the product with the weight. gemma: once, after
 x * scale * (1 + weight). f32: once, after x * scale * weight. scale = 1 / sqrt(mean(x^2) + eps), in float32."""
-
-ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
-"""gelu is the exact one (error function), gelu_tanh the approximation through tanh."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, variant: NormVariant) -> Tensor:

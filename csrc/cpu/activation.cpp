@@ -1,32 +1,12 @@
 // SiLU and both GELUs, alone and gated (activation(gate) * up).
 //
 // A value's result must not depend on where it stands: the partial vector at the end goes through the same arithmetic
-// as the whole ones, padded. All three are x times a number in [0, 1] that is computed to full relative precision, so
-// the long negative tails keep their digits.
+// as the whole ones, padded.
+#include "cpu/activation_math.h"
 #include "cpu/kernels.h"
-#include "cpu/lanes_math.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
-
-template <ActivationKind KIND>
-PAGEMILL_INLINE Vec activate(Vec x) {
-  if constexpr (KIND == ActivationKind::silu) {
-    return x / (exp(-x) + 1.0f);
-  } else if constexpr (KIND == ActivationKind::gelu) {
-    // beyond 15 the tail is zero; the bound keeps infinity out of the products
-    Vec bounded = x > 30.0f ? splat(30.0f) : x;
-    bounded = bounded < -30.0f ? splat(-30.0f) : bounded;
-    Vec small = bounded * normal_tail(bounded);
-    return x > 0.0f ? x - small : small;
-  } else {
-    // (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016)
-    constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // twice the factors of x and x^3
-    return x / (exp(-x * fused(x * x, splat(kCubic), splat(kLinear))) + 1.0f);
-  }
-}
-
-// The gate is rounded to the tensor's type before the product, as when the two are separate operations.
 
 // The gate is rounded to the tensor's type before the product, as when the two are separate operations.
 template <typename T, ActivationKind KIND, bool GATED>

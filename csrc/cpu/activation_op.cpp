@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "check.h"
+#include "cpu/activation_kind.h"
 #include "cpu/isa.h"
 #include "op_list.h"
 
@@ -11,13 +12,6 @@ namespace pagemill {
 namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 14;
-
-ActivationKind parse_kind(const char* op, const std::string& name) {
-  if (name == "silu") return ActivationKind::silu;
-  if (name == "gelu") return ActivationKind::gelu;
-  if (name == "gelu_tanh") return ActivationKind::gelu_tanh;
-  fail(op, "kind", "wanted silu, gelu or gelu_tanh, got ", name);
-}
 
 }  // namespace
 
@@ -27,7 +21,7 @@ Tensor activation(const Tensor x, std::string kind) {
   check_contiguous(op, "x", x);
   const ElementType type = element_type(op, "x", x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  const ActivationArgs args{bytes_of(x), mutable_bytes_of(out), 0, parse_kind(op, kind), type};
+  const ActivationArgs args{bytes_of(x), mutable_bytes_of(out), 0, parse_activation(op, "kind", kind), type};
   const KernelTable& table = kernels();
   torch::stable::parallel_for(0, x.numel(), kElementsPerThread,
                               [&](int64_t begin, int64_t end) { table.activation(args, begin, end); });
@@ -47,7 +41,7 @@ Tensor gated_activation(const Tensor x, std::string kind) {
   const int64_t width = shape.back() / 2;
   shape.back() = width;
   Tensor out = torch::stable::new_empty(x, shape);
-  const ActivationArgs args{bytes_of(x), mutable_bytes_of(out), width, parse_kind(op, kind), type};
+  const ActivationArgs args{bytes_of(x), mutable_bytes_of(out), width, parse_activation(op, "kind", kind), type};
   const KernelTable& table = kernels();
   torch::stable::parallel_for(0, out.numel() / width, kElementsPerThread / width + 1,
                               [&](int64_t begin, int64_t end) { table.gated_activation(args, begin, end); });

@@ -14,8 +14,9 @@ struct AmxTiles {
   using T = uint16_t;
   static constexpr int kMaxRows = 32;
   static constexpr bool kEvenTiles = false;  // a tile costs what 16 rows cost
-  static constexpr int64_t kStepBytes = 4;
   static constexpr int64_t kDeep = 16;  // steps, pairs of K, per tile
+
+  static int64_t row_bytes(int64_t steps) { return steps * 4; }
 
   // gcc's tile loads do not tell it that they read memory: what was stored before must not be moved or dropped.
   static PAGEMILL_INLINE void written(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
@@ -32,7 +33,7 @@ struct AmxTiles {
   }
 
   // x as [step / 16][rows, rounded up to 16][16] pairs, so that an operand is 1 KiB in one piece.
-  static void interleave(const T* x, int64_t stride, int rows, int64_t steps, int64_t in_features, char* out) {
+  static void prepare(const T* x, int64_t stride, int rows, int64_t steps, int64_t in_features, char* out) {
     T* to = reinterpret_cast<T*>(out);
     const int64_t padded = (rows + 15) / 16 * 16;
     for (int64_t first = 0; first < steps * 2; first += kDeep * 2) {

@@ -1,4 +1,7 @@
 // Tiles of the linear layer on vector registers: some rows of x times one packed panel.
+//
+// Rows of x are prepared in groups of steps: [group][row][step of the group]. So a tile reads two sequential streams,
+// the rows of one group lie side by side whatever their strides were, and preparing bfloat16 is copying lines.
 #pragma once
 
 #include "cpu/lanes_io.h"
@@ -7,16 +10,23 @@
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-constexpr int kLine = kPanelColumns * 4;  // bytes of a panel's step: 32 floats or 32 bfloat16 pairs
+constexpr int kLine = kPanelColumns * 4;  // bytes of a panel's step: 32 floats or 32 pairs
 constexpr int kPanelVecs = kPanelColumns / kLanes;
 
-// How values are multiplied. `X`: one interleaved step of one row; `kDepth`: values of K in a step.
+// How values are multiplied. `X`: one prepared step of one row; `kDepth`: values of K in a step; `kGroup`: steps that
+// are prepared together. `prepare` takes the values of one row that fall into a
+// group, at least one, and pads with zeros.
 
 struct Float32Products {
   using T = float;
   using X = float;
   static constexpr int kDepth = 1;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t) { return row[k]; }
+  static constexpr int64_t kGroup = 16;
+
+  static PAGEMILL_INLINE void prepare(const T* from, int64_t count, X* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+    for (int64_t i = count; i < kGroup; ++i) to[i] = 0;
+  }
 
   template <int ROWS, int VECS>
   static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
@@ -25,7 +35,7 @@ struct Float32Products {
     for (int v = 0; v < VECS; ++v) w[v] = load(reinterpret_cast<const float*>(line) + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      Vec value = splat(x[r]);
+      Vec value = splat(x[r * kGroup]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECS; ++v) acc[r][v] = fused(value, w[v], acc[r][v]);
     }
@@ -37,8 +47,11 @@ struct Bfloat16Products {
   using T = uint16_t;
   using X = uint32_t;  // a pair
   static constexpr int kDepth = 2;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t in_features) {
-    return uint32_t(row[k]) | (k + 1 < in_features ? uint32_t(row[k + 1]) << 16 : 0u);
+  static constexpr int64_t kGroup = 16;
+
+  static PAGEMILL_INLINE void prepare(const T* from, int64_t count, X* to) {
+    const __mmask32 used = count >= 32 ? 0xffffffffu : (1u << count) - 1;
+    _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(used, from));
   }
 
   template <int ROWS, int VECS>
@@ -48,7 +61,7 @@ struct Bfloat16Products {
     for (int v = 0; v < VECS; ++v) w[v] = _mm512_loadu_si512(line + v * (kLanes * 4));
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      __m512i pair = _mm512_set1_epi32(int32_t(x[r]));
+      __m512i pair = _mm512_set1_epi32(int32_t(x[r * kGroup]));
 #pragma GCC unroll 8
       for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)pair, (__m512bh)w[v]);
     }
@@ -61,20 +74,24 @@ struct Bfloat16Products {
     float even, odd;
   };
   static constexpr int kDepth = 2;
-  static PAGEMILL_INLINE X step(const T* row, int64_t k, int64_t in_features) {
-    return {bf16_to_float(row[k]), k + 1 < in_features ? bf16_to_float(row[k + 1]) : 0.0f};
+  static constexpr int64_t kGroup = 16;
+
+  static PAGEMILL_INLINE void prepare(const T* from, int64_t count, X* to) {
+    float* values = &to[0].even;
+    for (int64_t i = 0; i < count; ++i) values[i] = bf16_to_float(from[i]);
+    for (int64_t i = count; i < kGroup * kDepth; ++i) values[i] = 0;
   }
 
   template <int ROWS, int VECS>
   static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) {
-      IntVec pair = (IntVec)load(reinterpret_cast<const float*>(line) + v * kLanes);
+      IntVec pair = load_words(reinterpret_cast<const int32_t*>(line) + v * kLanes);
       Vec even = (Vec)(pair << 16), odd = (Vec)(pair & int32_t(0xffff0000));
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].even), even, acc[r][v]);
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r * kGroup].even), even, acc[r][v]);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r].odd), odd, acc[r][v]);
+      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r * kGroup].odd), odd, acc[r][v]);
     }
   }
 };
@@ -86,21 +103,30 @@ struct Ahead {
   int64_t stride;
 };
 
-// One tile: ROWS rows of x (interleaved) times one panel, into sums [ROWS][32].
+// One tile: ROWS prepared rows of x times one panel, into sums [ROWS][32].
 template <class Products, int ROWS>
-void tile(const typename Products::X* x, const char* panel, int64_t steps, Ahead ahead, float* sums) {
+void tile(const char* prepared, const char* panel, int64_t steps, Ahead ahead, float* sums) {
+  using X = typename Products::X;
   constexpr int kVecs = ROWS <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
+  constexpr int64_t kGroup = Products::kGroup;
+  const int64_t groups = (steps + kGroup - 1) / kGroup;
+  const X* rows = reinterpret_cast<const X*>(prepared);
   for (int sweep = 0; sweep < kPanelVecs; sweep += kVecs) {
     Vec acc[ROWS][kVecs] = {};
     const char* line = panel + sweep * (kLanes * 4);
     const char* fetch = ahead.from;
-    for (int64_t step = 0; step < steps; ++step, line += kLine, fetch += ahead.stride) {
-      __builtin_prefetch(fetch, 0, 2);
-      __builtin_prefetch(fetch + 64, 0, 2);
-      Products::multiply(x + step * ROWS, line, acc);
+    float* out = sums + sweep * kLanes;
+    for (int64_t g = 0; g < groups; ++g) {
+      const X* x = rows + g * ROWS * kGroup;
+      const X* end = x + (steps - g * kGroup < kGroup ? steps - g * kGroup : kGroup);
+      for (; x < end; ++x, line += kLine, fetch += ahead.stride) {
+        __builtin_prefetch(fetch, 0, 2);
+        __builtin_prefetch(fetch + 64, 0, 2);
+        Products::multiply(x, line, acc);
+      }
     }
     for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < kVecs; ++v) store(sums + r * kPanelColumns + (sweep + v) * kLanes, acc[r][v]);
+      for (int v = 0; v < kVecs; ++v) store(out + r * kPanelColumns + v * kLanes, acc[r][v]);
   }
 }
 
@@ -115,35 +141,38 @@ struct VectorTiles {
   static constexpr int kMaxRows = 6;  // 6 x 2 accumulators, 2 weights, 1 broadcast: 15 of 16 registers
 #endif
   static constexpr bool kEvenTiles = true;  // a tile costs what its rows cost: better 8 + 8 rows than 12 + 4
-  static constexpr int64_t kStepBytes = sizeof(X);
 
-  // x as [step][row], zero past the last value of a row.
-  static void interleave(const T* x, int64_t stride, int rows, int64_t steps, int64_t in_features, char* out) {
+  static int64_t row_bytes(int64_t steps) {
+    const int64_t groups = (steps + Products::kGroup - 1) / Products::kGroup;
+    return groups * Products::kGroup * int64_t(sizeof(X));
+  }
+
+  static void prepare(const T* x, int64_t stride, int rows, int64_t steps, int64_t in_features, char* out) {
+    constexpr int64_t kValues = Products::kGroup * Products::kDepth;
+    const int64_t groups = (steps + Products::kGroup - 1) / Products::kGroup;
     X* to = reinterpret_cast<X*>(out);
-    const int64_t used = (in_features + Products::kDepth - 1) / Products::kDepth;
-    for (int r = 0; r < rows; ++r) {
-      const T* row = x + r * stride;
-      for (int64_t s = 0; s < used; ++s) to[s * rows + r] = Products::step(row, s * Products::kDepth, in_features);
-      for (int64_t s = used; s < steps; ++s) to[s * rows + r] = X{};
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = g * kValues, left = in_features - first;
+      for (int r = 0; r < rows; ++r)
+        Products::prepare(x + r * stride + first, left < kValues ? left : kValues, to + (g * rows + r) * Products::kGroup);
     }
   }
 
-  static void multiply(int rows, const char* interleaved, const char* panel, int64_t steps, Ahead ahead, float* sums) {
-    const X* x = reinterpret_cast<const X*>(interleaved);
+  static void multiply(int rows, const char* prepared, const char* panel, int64_t steps, Ahead ahead, float* sums) {
     switch (rows) {
-      case 1: return tile<Products, 1>(x, panel, steps, ahead, sums);
-      case 2: return tile<Products, 2>(x, panel, steps, ahead, sums);
-      case 3: return tile<Products, 3>(x, panel, steps, ahead, sums);
-      case 4: return tile<Products, 4>(x, panel, steps, ahead, sums);
-      case 5: return tile<Products, 5>(x, panel, steps, ahead, sums);
-      case 6: return tile<Products, 6>(x, panel, steps, ahead, sums);
+      case 1: return tile<Products, 1>(prepared, panel, steps, ahead, sums);
+      case 2: return tile<Products, 2>(prepared, panel, steps, ahead, sums);
+      case 3: return tile<Products, 3>(prepared, panel, steps, ahead, sums);
+      case 4: return tile<Products, 4>(prepared, panel, steps, ahead, sums);
+      case 5: return tile<Products, 5>(prepared, panel, steps, ahead, sums);
+      case 6: return tile<Products, 6>(prepared, panel, steps, ahead, sums);
 #if defined(__AVX512F__)
-      case 7: return tile<Products, 7>(x, panel, steps, ahead, sums);
-      case 8: return tile<Products, 8>(x, panel, steps, ahead, sums);
-      case 9: return tile<Products, 9>(x, panel, steps, ahead, sums);
-      case 10: return tile<Products, 10>(x, panel, steps, ahead, sums);
-      case 11: return tile<Products, 11>(x, panel, steps, ahead, sums);
-      case 12: return tile<Products, 12>(x, panel, steps, ahead, sums);
+      case 7: return tile<Products, 7>(prepared, panel, steps, ahead, sums);
+      case 8: return tile<Products, 8>(prepared, panel, steps, ahead, sums);
+      case 9: return tile<Products, 9>(prepared, panel, steps, ahead, sums);
+      case 10: return tile<Products, 10>(prepared, panel, steps, ahead, sums);
+      case 11: return tile<Products, 11>(prepared, panel, steps, ahead, sums);
+      case 12: return tile<Products, 12>(prepared, panel, steps, ahead, sums);
 #endif
     }
   }

@@ -124,6 +124,28 @@ def test_one_bad_row_stays_alone(dtype: torch.dtype) -> None:
     assert not got[12].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_the_gate_is_what_two_operations_give(kind: ops.ActivationKind, bias: bool, dtype: torch.dtype) -> None:
+    for m, width, k in [(1, 1, 9), (5, 16, 64), (13, 100, 200), (30, 333, 61)]:
+        x, weight = random(m, k, dtype=dtype), random(2 * width, k, dtype=dtype, seed=1)
+        b = random(2 * width, dtype=dtype, seed=2) if bias else None
+        both = ops.linear(x, ops.pack_linear(weight), b, 2 * width)
+        apart = ops.activation(both[:, :width].contiguous(), kind) * both[:, width:]
+        got = ops.linear(x, ops.pack_linear(weight, gated=True), b, width, activation=kind)
+        assert torch.equal(got, apart), (m, width, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_residual_is_what_two_operations_give(dtype: torch.dtype) -> None:
+    for m, n, k in [(1, 1, 9), (5, 32, 64), (13, 100, 200), (30, 333, 61)]:
+        x, packed = random(m, k, dtype=dtype), ops.pack_linear(random(n, k, dtype=dtype, seed=1))
+        bias, residual = random(n, dtype=dtype, seed=2), random(m, n, dtype=dtype, seed=3) * 30
+        got = ops.linear(x, packed, bias, n, residual=residual)
+        assert torch.equal(got, residual + ops.linear(x, packed, bias, n)), (m, n, k)
+
+
 def test_no_rows() -> None:
     packed = ops.pack_linear(random(10, 8, dtype=torch.float32))
     assert ops.linear(torch.empty(0, 8), packed, None, 10).shape == (0, 10)
@@ -144,6 +166,13 @@ X, PACKED = torch.zeros(2, 40), ops.pack_linear(torch.zeros(50, 40))
         (lambda: ops.linear(X.T.contiguous().T, PACKED, None, 50), "linear: x: wanted elements of the last dimension"),
         (lambda: ops.linear(X, PACKED, torch.zeros(49), 50), r"linear: bias: wanted \[out_features\] = \[50\]"),
         (lambda: ops.linear(X, PACKED, None, 50, out_dtype=torch.bfloat16), "linear: out_dtype: wanted"),
+        (lambda: ops.linear(X, PACKED, None, 50, activation="relu"), "linear: packed: wanted"),
+        (lambda: ops.linear(X, PACKED, None, 25, activation="relu"), "linear: activation: wanted silu, gelu or"),
+        (lambda: ops.linear(X, PACKED, torch.zeros(25), 25, activation="silu"), r"linear: bias: wanted \[2 \* out_"),
+        (lambda: ops.linear(X, PACKED, None, 25, activation="silu", residual=X), "linear: residual: wanted none"),
+        (lambda: ops.linear(X, PACKED, None, 50, residual=X), r"linear: residual: wanted \[rows, out_features\]"),
+        (lambda: ops.linear(X, PACKED, None, 50, residual=torch.zeros(2, 50).bfloat16()), "linear: residual: wanted"),
+        (lambda: ops.pack_linear(torch.zeros(3, 4), gated=True), "pack_linear: weight: wanted an even number of rows"),
         (lambda: ops.pack_linear(torch.zeros(3)), "pack_linear: weight: wanted"),
         (lambda: ops.pack_linear(torch.zeros(0, 3)), "pack_linear: weight: wanted at least one row"),
         (lambda: ops.pack_linear(torch.zeros(3, 3, dtype=torch.int32)), "pack_linear: weight: wanted float32 or"),
