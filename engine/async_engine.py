@@ -166,9 +166,9 @@ class AsyncEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def compile(self, structured: StructuredOutput) -> bool:
+    async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Make the grammar of a text's form ready, beside the event loop and the engine thread; True if it was.
-        Equal forms are compiled once.
+        Equal forms are compiled once. client: who asks; clients take turns.
 
         Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
         if self._phase is not Phase.READY:
@@ -176,7 +176,7 @@ class AsyncEngine:
         grammars = self._loaded.grammars
         if grammars is None:
             raise _no_forms(structured)
-        return await grammars.compile(structured)
+        return await grammars.compile(structured, client)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""

@@ -7,8 +7,10 @@ that we wrote around what was given. Each sentence here goes on after "FIELD is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from engine.schema_place import place_of
 
 MAX_CHARS = 300
 
@@ -21,6 +23,14 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _OURS = re.compile(r'^(?:failed to compile JSON schema: |invalid regex ".*?" \(in regex\): )', re.DOTALL)
 _LIMITS = re.compile(r"lexer error: |parser error: |.*\b(?:too (?:big|large|many|complex)|limit)\b", re.IGNORECASE)
 _KEYWORDS = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_UNENFORCED = re.compile(r"^Unimplemented keys: \[(.*)\]")
+
+
+def told(keywords: Sequence[str]) -> str:
+    """In quotes, as part of a sentence."""
+    quoted = [f'"{keyword}"' for keyword in keywords]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+
 
 # the first that is found tells; the rest of the match is at hand
 _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -45,8 +55,8 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     ),
     (re.compile(r"^Unsatisfiable schema: ([^\n]+)"), lambda found: f"nothing can match it: {found[1]}."),
     (
-        re.compile(r"^Unimplemented keys: \[(.*)\]"),
-        lambda found: f"it uses {', '.join(_KEYWORDS.findall(found[1]))}, which cannot be held to.",
+        _UNENFORCED,
+        lambda found: f"it uses {told(_KEYWORDS.findall(found[1]))}, which cannot be enforced.",
     ),
     (re.compile(r"^Pointer '(.*?)' does not exist"), lambda found: f"it refers to #{found[1]}, which does not exist."),
     (
@@ -78,24 +88,47 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
 )
 
 
-def sentence(complaint: str, *, num_lines: int = 0) -> str:
-    """The compiler's complaint about a source, without our scaffolding.
+def line_of(complaint: str) -> int | None:
+    """The line of the Lark source that the compiler complains about, from 1."""
+    found = _PLACE.match(complaint)
+    return int(found[1]) if found else None
 
-    num_lines: of the client's own grammar, in which a place is worth telling; 0: we wrote the grammar."""
+
+def keywords_of(complaint: str) -> tuple[str, ...]:
+    """The keywords of a JSON schema that the compiler cannot hold a text to."""
+    text = _OURS.sub("", _PLACE.sub("", complaint))
+    if text.startswith("oneOf"):
+        return ("oneOf",)
+    found = _UNENFORCED.match(text)
+    return tuple(_KEYWORDS.findall(found[1])) if found else ()
+
+
+def at_place(sentence: str, keywords: Sequence[str], schema: object) -> str:
+    """A sentence about keywords of a schema, with the place of the first that has them."""
+    place = place_of(schema, keywords) if keywords else None
+    if place is None:
+        return sentence
+    uses = f"uses {told(keywords)}"
+    return sentence.replace(uses, f"{uses} at {place or 'its top level'}", 1)
+
+
+def place_in(complaint: str, num_lines: int) -> str:
+    """The beginning of a sentence: where in the client's own grammar of so many lines. Empty beyond its end."""
+    found = _PLACE.match(complaint)
+    return f"line {found[1]}, column {found[2]}: " if found and int(found[1]) <= num_lines else ""
+
+
+def sentence(complaint: str) -> str:
+    """The compiler's complaint about a source, without places and our scaffolding."""
     text = _SOURCE_LINE.split(complaint.replace("<non-verbose/>", ""), maxsplit=1)[0].strip()
-    place = ""
-    if found := _PLACE.match(text):
-        text = text[found.end() :]
-        if int(found[1]) <= num_lines:
-            place = f"line {found[1]}, column {found[2]}: "
-    text = _OURS.sub("", text)
-    for pattern, told in _KNOWN:
+    text = _OURS.sub("", _PLACE.sub("", text))
+    for pattern, says in _KNOWN:
         if known := pattern.search(text):
-            return _short(place + told(known))
+            return _short(says(known))
     if _LIMITS.match(text):
         return TOO_COMPLEX
     line = " ".join(text.split()).partition(' (at "')[0].rstrip(".")
-    return _short(f"{place}{going_on(line)}.") if line else "it cannot be compiled."
+    return _short(f"{going_on(line)}.") if line else "it cannot be compiled."
 
 
 def fault_of_the_grammar(complaint: str) -> str | None:

@@ -24,7 +24,8 @@ from typing import IO, Any
 NICENESS = 5  # tokens for those who wait for them come before grammars
 NUM_WALKS = 2  # texts that are begun
 WALK_TOKENS = 48  # of each
-WALK_SHARE = 0.25  # of the CPU time; then what was seen must do
+WALK_SHARE = 0.25  # of the CPU time a grammar has for itself, and at least
+MIN_WALK_S = 0.03
 
 
 class Vocabulary:
@@ -104,35 +105,45 @@ def _num_bytes() -> int:
     return 0
 
 
-def _try(tokenizer: Any, vocabulary: Vocabulary, grammar: str, walk_s: float) -> dict[str, Any]:
+def _try(tokenizer: Any, vocabulary: Vocabulary, grammar: str, cpu_s: float) -> dict[str, Any]:
+    """Compile, then begin some texts. The process ends at the end of the time for either, whatever it is doing."""
     before = _num_bytes()
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     matcher = new_matcher(tokenizer, grammar)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if error := matcher.get_error():
         return {"complaint": error}
-    error = _walk(matcher, vocabulary, walk_s)
-    num_bytes = max(0, _num_bytes() - before)
-    return {"complaint": error or None, "dead_end": error.startswith("NoExtension"), "num_bytes": num_bytes}
+    walk_s = max(MIN_WALK_S, WALK_SHARE * cpu_s)
+    signal.setitimer(signal.ITIMER_PROF, 2 * walk_s)  # a single token takes less
+    error, is_cut = _walk(matcher, vocabulary, walk_s)
+    return {
+        "complaint": error or None,
+        "dead_end": error.startswith("NoExtension"),
+        "num_bytes": max(0, _num_bytes() - before),
+        "is_cut": is_cut,
+    }
 
 
-def _walk(matcher: Any, vocabulary: Vocabulary, limit_s: float) -> str:
-    """Begin some texts. What went wrong, or ""."""
+def _walk(matcher: Any, vocabulary: Vocabulary, limit_s: float) -> tuple[str, bool]:
+    """Begin some texts. (what went wrong, or ""; whether there was not time enough)."""
     lots = random.Random(0)  # equal grammars meet equal fates
     ends_s = time.process_time() + limit_s
     for _ in range(NUM_WALKS):
         text = matcher.deep_copy()
         for _ in range(WALK_TOKENS):
-            if text.is_stopped() or time.process_time() > ends_s:
+            if time.process_time() > ends_s:
+                return "", True
+            if text.is_stopped():
                 break
             token_id = _draw(text.compute_bitmask(), vocabulary, lots)
             if token_id is not None:
                 text.consume_token(token_id)
             if text.is_error():
-                return str(text.get_error())
+                return str(text.get_error()), False
             if token_id is None:
                 break
-    return ""
+    return "", False
 
 
 def _draw(mask: bytes, vocabulary: Vocabulary, lots: random.Random) -> int | None:
@@ -154,9 +165,8 @@ def _try_apart(tokenizer: Any, vocabulary: Vocabulary, grammar: str, cpu_s: floa
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the process ends, whatever it is doing
         with open(writing, "wb") as sink:
-            sink.write(json.dumps(_try(tokenizer, vocabulary, grammar, WALK_SHARE * cpu_s)).encode())
+            sink.write(json.dumps(_try(tokenizer, vocabulary, grammar, cpu_s)).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as source:
@@ -183,6 +193,7 @@ def main() -> None:
     tokenizer = new_tokenizer(vocabulary)
     simple = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
     _try(tokenizer, vocabulary, simple, cpu_s)  # what is made once is not counted
+    signal.setitimer(signal.ITIMER_PROF, 0)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     base = _try_apart(tokenizer, vocabulary, simple, cpu_s).get("num_bytes", 0)  # of the new process itself

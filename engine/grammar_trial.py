@@ -21,12 +21,14 @@ WALL_FACTOR = 10  # wall clock per CPU second: the process may have to wait for 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """complaint: the compiler's own words, or None. dead_end: it is about a text that could not go on, not about the
-    grammar as it stands. num_bytes: what the compiled grammar takes. exceeded: it came to its bound in time or memory;
+    grammar as it stands. num_bytes: what the compiled grammar takes. is_cut: no time was left for all texts that are
+    begun. exceeded: it came to its bound in time or memory;
     False with nothing else said: somebody else ended it."""
 
     complaint: str | None = None
     dead_end: bool = False
     num_bytes: int = 0
+    is_cut: bool = False
     exceeded: bool | None = None
 
 

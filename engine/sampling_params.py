@@ -30,6 +30,22 @@ class InvalidParameter(ValueError):
         self.param = param
 
 
+class UnusableForm(InvalidParameter):
+    """What a text should match cannot be held to.
+
+    reason: goes on after "FIELD is not usable: " and the place in the field's text. line: of the Lark grammar that
+    the form is, or that its calls are, from 1; None: elsewhere, or nobody knows where. keywords: those of a JSON
+    schema that cannot be enforced."""
+
+    def __init__(
+        self, param: str, reason: str, *, place: str = "", line: int | None = None, keywords: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(param, f"{param} is not usable: {place}{reason}")
+        self.reason = reason
+        self.line = line
+        self.keywords = keywords
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
     """The marks around a model's thinking, as text. opened: the prompt ends inside the block, so the output begins

@@ -2,64 +2,55 @@
 
 A grammar comes from a stranger, and compiling one can take any time and memory. So each is tried first in a process
 of its own, bounded in CPU time and memory (`grammar_probe.py`), and compiled here, in a worker thread, only when it
-passed. Neither the event loop nor the engine thread ever compiles. Results, refusals included, are kept: equal
-grammars are compiled once. llguidance is imported with the first grammar, not before.
+passed (`grammar_queue.py` says when). Neither the event loop nor the engine thread ever compiles. Results, refusals
+included, are kept: equal grammars are compiled once. llguidance is imported with the first grammar, not before.
 
 `compile`, `acquire` and `release` run on the event loop; `matcher` and `compute` on the engine thread.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from engine import grammar_probe
 from engine.config import StructuredConfig
-from engine.grammar_complaints import DEAD_END, going_on, sentence
+from engine.grammar_complaints import DEAD_END, at_place, going_on, keywords_of, line_of, place_in, sentence
+from engine.grammar_queue import SLICES, CompileQueue
 from engine.grammar_source import to_llguidance
 from engine.grammar_trial import Probe
 from engine.outputs import NotServing, QueueFull
-from engine.sampling_params import InvalidParameter, StructuredOutput
+from engine.sampling_params import InvalidParameter, StructuredOutput, UnusableForm
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagemill.engine")
 
-NUM_WORKERS = 2
-QUICK_S = 0.25  # CPU time within which a grammar compiles; costlier ones have one worker and a queue of their own
-MAX_QUEUED = 64  # compilations that wait or run
-MAX_SLOW = 8  # of those, costly ones
 MAX_CACHED = 1024  # grammars and refusals, whatever their size
 MIN_BYTES = 64 << 10  # what the smallest grammar is taken to occupy
 
 
 @dataclass(slots=True)
 class Grammar:
-    """One compiled grammar, or the reason why there is none.
+    """One compiled grammar, or the reason why there is none. place, line, keywords: see UnusableForm.
 
     matcher: at the start of its text, only ever copied; copies share what the lexer has learned, its limits too.
     num_users: streams that hold it. spent: those limits are reached; the next request has it compiled anew."""
 
     matcher: Any = None
     error: str = ""
+    place: str = ""
+    line: int | None = None
+    keywords: tuple[str, ...] = ()
     num_bytes: int = MIN_BYTES
     num_users: int = 0
     spent: bool = False
-
-
-@dataclass(slots=True)
-class Pending:
-    """A compilation that waits or runs, for num_waiting requests."""
-
-    future: asyncio.Future[Grammar]
-    num_waiting: int = 0
 
 
 class GrammarStore:
@@ -74,10 +65,7 @@ class GrammarStore:
         self._text_tokenizer = tokenizer
         self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # least recently used first
         self._num_bytes = 0
-        self._pending: dict[StructuredOutput, Pending] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._slow_pool: ThreadPoolExecutor | None = None
-        self._num_slow = 0
+        self._queue = CompileQueue(self._work, config.compile_timeout_s, self._keep)
         self._workers = threading.local()
         self._probes: list[Probe] = []
         self._closed = False
@@ -88,67 +76,33 @@ class GrammarStore:
 
     # -- on the event loop
 
-    async def compile(self, structured: StructuredOutput) -> bool:
-        """Make the grammar ready; True if it was. Raises InvalidParameter under the name of the field that it came
-        from, QueueFull when too many are being compiled or held."""
+    async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
+        """Make the grammar ready; True if it was. client: who asks, as far as that is known.
+
+        Raises UnusableForm under the name of the field that it came from, QueueFull when too many are being compiled
+        or held."""
         grammar = self._grammars.get(structured)
         if ready := grammar is not None and not grammar.spent:
             self._grammars.move_to_end(structured)
         else:
-            grammar = await self._compiled(structured)
+            grammar = await self._compiled(structured, client)
         if grammar.error:
-            raise InvalidParameter(structured.param, f"{structured.param} is not usable: {grammar.error}")
+            raise UnusableForm(
+                structured.param, grammar.error, place=grammar.place, line=grammar.line, keywords=grammar.keywords
+            )
         return ready
 
-    async def _compiled(self, structured: StructuredOutput) -> Grammar:
+    async def _compiled(self, structured: StructuredOutput, client: str) -> Grammar:
         size = len((structured.source + structured.calls).encode(errors="replace"))
         if size > self.config.max_grammar_bytes:
             limits = f"at most {self.config.max_grammar_bytes} are allowed"
             raise InvalidParameter(structured.param, f"{structured.param} has {size} bytes; {limits}.")
-        pending = self._pending.get(structured)
-        if pending is None:
-            if len(self._pending) >= MAX_QUEUED:
-                raise QueueFull("Too many grammars are being compiled. Please try again later.")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_WORKERS, "pagemill-grammar")
-                self._slow_pool = ThreadPoolExecutor(1, "pagemill-slow-grammar")
-            pending = self._pending[structured] = Pending(asyncio.ensure_future(self._tried(structured)))
-            pending.future.add_done_callback(lambda future: self._arrived(structured, future))
-        pending.num_waiting += 1
-        try:
-            grammar = await asyncio.shield(pending.future)  # who leaves takes nothing from others who want the same
-        finally:
-            pending.num_waiting -= 1
-            if not pending.num_waiting and not pending.future.done():  # nobody is left: its place is for others
-                del self._pending[structured]
-                pending.future.cancel()
+        grammar = await self._queue.compiled(structured, client)
         if not grammar.error and structured not in self._grammars:
             raise QueueFull("Too many grammars are in use. Please try again later.")
         return grammar
 
-    async def _tried(self, structured: StructuredOutput) -> Grammar:
-        """In the quick lane first: those that need longer wait for each other only."""
-        loop, limit_s = asyncio.get_running_loop(), self.config.compile_timeout_s
-        grammar = await loop.run_in_executor(self._pool, self._work, structured, min(QUICK_S, limit_s))
-        if grammar is not None:
-            return grammar
-        if self._num_slow >= MAX_SLOW:
-            raise QueueFull("Too many costly grammars are being compiled. Please try again later.")
-        self._num_slow += 1
-        try:
-            grammar = await loop.run_in_executor(self._slow_pool, self._work, structured, limit_s)
-        finally:
-            self._num_slow -= 1
-        assert grammar is not None
-        return grammar
-
-    def _arrived(self, structured: StructuredOutput, future: asyncio.Future[Grammar]) -> None:
-        pending = self._pending.get(structured)
-        if pending is not None and pending.future is future:
-            del self._pending[structured]
-        if future.cancelled() or future.exception() is not None:
-            return
-        grammar = future.result()
+    def _keep(self, structured: StructuredOutput, grammar: Grammar) -> None:
         grammar.num_bytes = max(grammar.num_bytes, 2 * len(structured.source))  # it is the key too
         if (spent := self._grammars.pop(structured, None)) is not None:
             grammar.num_users = spent.num_users
@@ -175,9 +129,7 @@ class GrammarStore:
     def close(self) -> None:
         """End the processes; what is being compiled is refused."""
         self._closed = True
-        for pool in (self._pool, self._slow_pool):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
         for probe in self._probes:
             probe.kill()
 
@@ -198,15 +150,16 @@ class GrammarStore:
                 return None
             limit = f"{self.config.compile_timeout_s:g} seconds"
             return Grammar(error=f"it takes more than {limit} or too much memory to compile.")
-        num_lines = structured.source.count("\n") + 1 if structured.kind == "lark" else 0
         if trial.complaint is not None:
-            return Grammar(error=DEAD_END if trial.dead_end else sentence(trial.complaint, num_lines=num_lines))
+            return _refused(structured, source, DEAD_END if trial.dead_end else "", trial.complaint)
+        if trial.is_cut and cpu_s < min(SLICES[-1][0], self.config.compile_timeout_s):
+            return None
         if trial.num_bytes > self.config.cache_bytes:
             return Grammar(error="it takes too much memory.")
         matcher = grammar_probe.new_matcher(self._tokenizer, source)
         logger.debug("a grammar of %d characters took %.3f s", len(source), time.monotonic() - started)
         if matcher.is_error():
-            return Grammar(error=sentence(matcher.get_error(), num_lines=num_lines))
+            return _refused(structured, source, "", matcher.get_error())
         return Grammar(matcher, num_bytes=max(MIN_BYTES, trial.num_bytes, 8 * len(source)))
 
     def _probe(self) -> Probe:
@@ -273,3 +226,24 @@ class GrammarStore:
         grammar = self._grammars.get(structured)
         if grammar is not None:
             grammar.spent = True
+
+
+def _refused(structured: StructuredOutput, source: str, error: str, complaint: str) -> Grammar:
+    """source: what the compiler complains about. error: what to say, "" for the complaint in other words."""
+    num_lines = structured.source.count("\n") + 1 if structured.kind == "lark" else 0
+    place = "" if error else place_in(complaint, num_lines)
+    error = error or sentence(complaint)
+    keywords, line = keywords_of(complaint), _line(structured, source, complaint)
+    if structured.kind == "json" and line is None:
+        error = at_place(error, keywords, json.loads(structured.source))
+    return Grammar(error=error, place=place, line=line, keywords=keywords)
+
+
+def _line(structured: StructuredOutput, source: str, complaint: str) -> int | None:
+    """In the client's own grammar, or in that of its calls."""
+    line = line_of(complaint)
+    if line is None or structured.kind == "lark" or not structured.calls:
+        return line if structured.kind == "lark" else None
+    lark: str = json.loads(source)["grammars"][0]["lark_grammar"]
+    before = lark.count("\n") - structured.calls.count("\n") - 1  # one line of options is at the end
+    return line - before if line > before else None

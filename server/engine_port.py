@@ -59,8 +59,9 @@ class Engine(Protocol):
 
     def add_listener(self, callback: Callable[[Delivery], None]) -> None: ...
 
-    async def compile(self, structured: StructuredOutput) -> bool:
-        """Make the grammar of a text's form ready, before `generate` is called with it; True if it was.
+    async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
+        """Make the grammar of a text's form ready, before `generate` is called with it; True if it was. client: who
+        asks; clients take turns.
 
         Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
 

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 
 from engine.config import StructuredConfig
+from engine.grammar_queue import CLIENT_SHARE, MAX_QUEUED, NUM_WORKERS, SLICES
 from engine.grammar_source import to_llguidance
 from engine.grammar_trial import Probe
 from engine.outputs import NotServing, QueueFull
 from engine.sampling.grammar import GrammarRow, Phase
-from engine.sampling_params import InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput
-from engine.structured import GrammarStore
+from engine.sampling_params import InvalidParameter, ReasoningMarks, SamplingParams, StructuredOutput, UnusableForm
+from engine.structured import Grammar, GrammarStore
 from engine.tokenizer import Tokenizer
 from tests.engine.vocabularies import byte_level
 
@@ -220,6 +222,88 @@ async def test_what_is_tried_while_the_store_closes_is_not_refused_as_bad() -> N
         await slow
 
 
+async def test_no_client_takes_all_places_and_clients_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, go = [], threading.Event()
+
+    def work(store: GrammarStore, structured: StructuredOutput, cpu_s: float) -> Grammar:
+        go.wait()
+        order.append(structured.source)
+        return Grammar(error="no.")
+
+    monkeypatch.setattr(GrammarStore, "_work", work)
+    store = store_of()
+
+    async def ask(source: str, client: str) -> None:
+        with pytest.raises(UnusableForm):
+            await store.compile(StructuredOutput("regex", source), client)
+
+    share = MAX_QUEUED // CLIENT_SHARE
+    waiting = [asyncio.create_task(ask(f"greedy{i}", "a")) for i in range(share)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await store.compile(StructuredOutput("regex", "more"), "a")
+    waiting.append(asyncio.create_task(ask("modest", "b")))
+    await asyncio.sleep(0.01)
+    go.set()
+    await asyncio.gather(*waiting)
+    assert len(order) == share + 1
+    assert order.index("modest") <= NUM_WORKERS + 1
+    store.close()
+
+
+async def test_a_grammar_that_needs_more_than_a_slice_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def work(store: GrammarStore, structured: StructuredOutput, cpu_s: float) -> Grammar | None:
+        tried.append(cpu_s)
+        return Grammar(error="no.") if cpu_s == store.config.compile_timeout_s else None
+
+    monkeypatch.setattr(GrammarStore, "_work", work)
+    store = store_of()
+    with pytest.raises(UnusableForm):
+        await store.compile(YES)
+    assert tried == [*(cpu_s for cpu_s, _ in SLICES), store.config.compile_timeout_s]
+    store.close()
+
+
+async def test_who_leaves_keeps_the_worker_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, go = [], threading.Event()
+    loop, all_busy = asyncio.get_running_loop(), asyncio.Event()
+
+    def work(store: GrammarStore, structured: StructuredOutput, cpu_s: float) -> Grammar:
+        running.append(structured.source)
+        if len(running) == NUM_WORKERS:
+            loop.call_soon_threadsafe(all_busy.set)
+        go.wait()
+        return Grammar(error="no.")
+
+    monkeypatch.setattr(GrammarStore, "_work", work)
+    store = store_of()
+    tasks = [asyncio.create_task(store.compile(StructuredOutput("regex", f"a{i}"))) for i in range(NUM_WORKERS + 1)]
+    await all_busy.wait()
+    for task in tasks[:NUM_WORKERS]:
+        task.cancel()
+    await asyncio.sleep(0.01)
+    assert len(running) == NUM_WORKERS
+    go.set()
+    with pytest.raises(UnusableForm):
+        await tasks[-1]
+    store.close()
+
+
+async def test_complaints_know_their_line_and_keywords(store: GrammarStore) -> None:
+    unique = '%json {"type": "array", "uniqueItems": true}'
+    both = StructuredOutput("choice", '["a"]', "field", calls=f"start: x\nx: {unique}")
+    alone = StructuredOutput("lark", f"start: x\n\nx: {unique}", "field")
+    schema = StructuredOutput("json", '{"items": {"uniqueItems": true}}', "field")
+    for form, line, place in ((both, 2, ""), (alone, 3, "line 3, column 4: "), (schema, None, "")):
+        with pytest.raises(UnusableForm) as caught:
+            await store.compile(form)
+        assert (caught.value.line, caught.value.keywords) == (line, ("uniqueItems",))
+        assert str(caught.value) == f"field is not usable: {place}{caught.value.reason}"
+    assert 'it uses "uniqueItems" at items, which' in caught.value.reason
+
+
 async def test_a_spent_grammar_is_compiled_anew_while_others_hold_it(store: GrammarStore) -> None:
     store.acquire(YES)
     held = store._num_bytes
@@ -289,7 +373,7 @@ async def test_complaints_about_grammars_are_sentences(store: GrammarStore, gram
         ({"$ref": "#"}, "refers to itself without end"),
         ({"$ref": "#/$defs/a"}, "refers to #/$defs/a, which does not exist"),
         ({"$ref": "http://a.b/c"}, "nothing is fetched"),
-        ({"not": {}, "if": {}}, "which cannot be held to"),
+        ({"not": {}, "if": {}}, 'it uses "if" and "not" at its top level, which cannot be enforced'),
         ({"enum": []}, "empty list of alternatives"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "pattern": "a\\bb"}, "word boundary"),

@@ -371,7 +371,7 @@ def test_who_leaves_gives_up_its_place_in_the_queue(harness: Harness) -> None:
         for each in asked:
             each.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        assert not harness.engine._loaded.grammars._pending
+        assert not len(harness.engine._loaded.grammars._queue)
         return await compile_it(StructuredOutput("choice", '["yes", "no, after others have left"]'))
 
     assert harness.loop.run_until_complete(leave()) is False

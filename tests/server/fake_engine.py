@@ -151,7 +151,7 @@ class FakeEngine:
     def add_listener(self, callback: Callable[[Delivery], None]) -> None:
         self._listeners.append(callback)
 
-    async def compile(self, structured: StructuredOutput) -> bool:
+    async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Refuses what has "bad" in its source; no text is held to a form."""
         known = structured in self.compiled
         self.compiled.append(structured)

@@ -122,7 +122,7 @@ class StubEngine:
 
     # -- requests
 
-    async def compile(self, structured: StructuredOutput) -> bool:
+    async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Bytes come as they come: no form is held."""
         return True
 

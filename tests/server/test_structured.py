@@ -211,7 +211,7 @@ async def test_who_leaves_while_a_grammar_compiles_is_not_waited_for() -> None:
     engine = FakeEngine(says("a", TOKENIZER), tokenizer=TOKENIZER)
     left: list[bool] = []
 
-    async def compile_for_ever(structured: StructuredOutput) -> bool:
+    async def compile_for_ever(structured: StructuredOutput, client: str = "") -> bool:
         try:
             await asyncio.Event().wait()
         finally:
