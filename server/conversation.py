@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.sampling_params import SamplingParams
@@ -17,6 +17,7 @@ from server.protocol.chat import ChatRequest
 from server.protocol.chat_tools import ToolPlan, plan
 from server.protocol.conversation_writer import NewParser
 from server.protocol.structured import structured_output
+from server.protocol.tool_forms import ToolForms
 from server.tool_prompt import with_tools
 
 
@@ -25,7 +26,8 @@ class Conversation:
     """prompt: token ids. params.reasoning marks the thinking to expect, if any.
 
     new_parser: one parser per choice; None where all text is content. custom_tools: names of tools whose calls are
-    free text. ignored: what was left out of the request, for `Front.ignored`. new_stop_gate: for `Front.generate`."""
+    free text. ignored: what was left out of the request, for `Front.ignored`. new_stop_gate, forms: for
+    `Front.generate`."""
 
     prompt: list[int]
     params: SamplingParams
@@ -33,6 +35,7 @@ class Conversation:
     custom_tools: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     new_stop_gate: Callable[[], StopGate] | None = None
+    forms: ToolForms = field(default_factory=ToolForms)
 
 
 async def prepare(front: Front, body: ChatRequest, *, least_output: int | None = 1) -> Conversation:
@@ -50,8 +53,9 @@ def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conve
     max_tokens = body.output_limit
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=max_tokens, logprobs=body.num_alternatives)
     params.check_vocabulary(front.info.vocab_size)
-    tools = plan(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     structured = structured_output(body)
+    has_form = structured is not None
+    tools = plan(body.tools, body.tool_choice, parallel=body.parallel_tool_calls, has_form=has_form)
     given = template_input(body, tools, tells_tools=front.reader.tells_tools)
     encoded = front.encoder.conversation(given, least_output)
     if body.prompt_logprobs is not None:
@@ -68,8 +72,9 @@ def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conve
         front.check_limits(params)
         params = replace(params, stop=(), stop_token_ids=())
     return Conversation(
-        encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored, reading.new_stop_gate
-    )
+        encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored, reading.new_stop_gate,
+        reading.forms,
+    )  # fmt: skip
 
 
 def template_input(body: ChatRequest, tools: ToolPlan, *, tells_tools: bool) -> TemplateInput:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from engine.outputs import Phase
-from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
+from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput, UnusableForm
 from engine.text import StopGate
 from engine.tokenizer import StopStrings
 from server.assemble import Answer
@@ -31,6 +31,7 @@ from server.protocol.answers import AnswerWriter
 from server.protocol.common import GenerationRequest
 from server.protocol.errors import ApiError, InvalidRequest, to_api_error
 from server.protocol.parsing import Limits, Wire, parse, short
+from server.protocol.tool_forms import ToolForms
 from server.reading import ModelReader
 from server.settings import Settings
 from server.shown_prompt import ShownPrompt
@@ -103,11 +104,13 @@ class Front:
         shown: Sequence[ShownPrompt] = (),
         num_kept: int | None = None,
         new_stop_gate: Callable[[], StopGate] | None = None,
+        forms: ToolForms | None = None,
     ) -> Response:
         """`admit`, then `tell`."""
         answer = await self.admit(
-            request, body, prompts, params, writer.id, shown=shown, num_kept=num_kept, new_stop_gate=new_stop_gate
-        )
+            request, body, prompts, params, writer.id, shown=shown, num_kept=num_kept, new_stop_gate=new_stop_gate,
+            forms=forms,
+        )  # fmt: skip
         return await self.tell(answer, writer, request.receive, streamed=bool(body.stream))
 
     async def admit(
@@ -121,15 +124,16 @@ class Front:
         shown: Sequence[ShownPrompt] = (),
         num_kept: int | None = None,
         new_stop_gate: Callable[[], StopGate] | None = None,
+        forms: ToolForms | None = None,
     ) -> Answer:
-        """Hand the request to the engine. id: the answer's. shown, num_kept, new_stop_gate: see Answer.
+        """Hand the request to the engine. id: the answer's. shown, num_kept, new_stop_gate: see Answer. forms: what
+        the request's tools ask of the compiler.
 
         Raises InvalidParameter, QueueFull, NotServing, ApiError."""
         self.check_limits(params)
         state = request.scope.get("state", {})
         observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
-        if params.structured is not None:
-            await self._compile(params.structured, request.receive)
+        await self._compile_all(params.structured, forms, request)
         stops = await _stop_strings(params.stop)
         label = _name_exchange(state, id)
         stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
@@ -163,12 +167,24 @@ class Front:
             told = f"stop must have at most {settings.max_stop_length} characters in all, got {length}."
             raise InvalidRequest(told, param="stop")
 
-    async def _compile(self, structured: StructuredOutput, receive: Receive) -> None:
+    async def _compile_all(
+        self, structured: StructuredOutput | None, forms: ToolForms | None, request: Request
+    ) -> None:
+        """Raises as `_compile` does."""
+        for definition in forms.definitions if forms is not None else ():
+            await self._compile(definition, request)
+        if structured is not None:
+            try:
+                await self._compile(structured, request)
+            except UnusableForm as error:
+                raise error if forms is None else forms.complaint(error) from None
+
+    async def _compile(self, structured: StructuredOutput, request: Request) -> None:
         """Before admission, so that a bad grammar is a plain 400 also for a stream. Raises InvalidParameter,
         QueueFull, NotServing, and ClientDisconnect: who leaves must not hold a place in the compiler's queue."""
         started = time.monotonic()
-        compiling = asyncio.ensure_future(self.engine.compile(structured))
-        gone = asyncio.ensure_future(client_gone(receive))
+        compiling = asyncio.ensure_future(self.engine.compile(structured, self._client(request)))
+        gone = asyncio.ensure_future(client_gone(request.receive))
         try:
             await asyncio.wait({compiling, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not compiling.done():
@@ -182,6 +198,12 @@ class Front:
             compiling.cancel()
             gone.cancel()
         self.metrics.grammar(time.monotonic() - started, cached=cached)
+
+    def _client(self, request: Request) -> str:
+        """Whom a request comes from, so that clients can take turns: its key, else its address."""
+        if self.settings.api_key:
+            return request.headers.get("authorization") or request.headers.get("x-api-key", "")
+        return request.client.host if request.client is not None else ""
 
     def error_view(self, error: Exception) -> ApiError:
         """An engine that is on its way out fails requests of no fault of theirs: 503, try elsewhere."""

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from engine.sampling_params import ReasoningMarks, StructuredOutput
+from engine.sampling_params import InvalidParameter, ReasoningMarks, StructuredOutput
 from engine.tokenizer import Tokenizer
 from server import tool_prompt
 from server.parsers import OutputFormat, PlainParser, ToolFormat, choose, with_reasoning
 from server.parsers.base import OutputParser
 from server.parsers.content import ContentGate
 from server.parsers.either import either
-from server.parsers.forced import forced
+from server.parsers.forced import NoObject, forced
 from server.parsers.script import Script
 from server.protocol.call_filters import CustomInputs, FirstCall, OnlyCalls
 from server.protocol.chat_tools import ToolPlan
 from server.protocol.conversation_writer import NewParser
 from server.protocol.errors import InvalidRequest
+from server.protocol.tool_forms import ToolForms
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """new_parser: None where all text is content. reasoning, structured, shown: for SamplingParams. new_stop_gate:
-    keeps stop strings out of calls; None where there are none, or nothing else."""
+    keeps stop strings out of calls; None where there are none, or nothing else. forms: for `Front.generate`."""
 
     new_parser: NewParser | None = None
     reasoning: ReasoningMarks | None = None
     structured: StructuredOutput | None = None
     shown: tuple[int, ...] = ()
     new_stop_gate: Callable[[], ContentGate] | None = None
+    forms: ToolForms = field(default_factory=ToolForms)
 
 
 class ModelReader:
@@ -53,10 +55,11 @@ class ModelReader:
         Raises InvalidParameter for a tool that cannot be forced, InvalidRequest for a form that tools rule out."""
         marks = self._marks(tail, continued)
         new_parser: NewParser | None = None
+        forms = ToolForms.of(tools, "", ())
         if tools.forced:
-            structured, new_parser = self._forced(tools, tools.forced)
+            structured, new_parser, forms = self._forced(tools, tools.forced)
         elif tools.tools and structured is not None:
-            structured, new_parser = self._form_or_call(structured, tools)
+            structured, new_parser, forms = self._form_or_call(structured, tools)
         elif self._format.tools is not None and (tools.tools or self._format.tools.always):
             new_parser = _Parsers(self._format.tools, tools.tools)
         new_stop_gate = partial(_gate, new_parser) if new_parser is not None and not tools.forced else None
@@ -65,7 +68,7 @@ class ModelReader:
         if marks is not None:
             new_parser = _after_thinking(new_parser or PlainParser, marks)
         shown = self._format.shown_special_tokens if new_parser is not None else ()
-        return Reading(new_parser, marks, structured, shown, new_stop_gate)
+        return Reading(new_parser, marks, structured, shown, new_stop_gate, forms)
 
     def _marks(self, tail: str, continued: str | None) -> ReasoningMarks | None:
         """None where no thinking can come."""
@@ -79,20 +82,23 @@ class ModelReader:
             return None  # the template has closed the block: thinking is off
         return known.marks(end.endswith(known.start.strip()) if known.start.strip() else False)
 
-    def _forced(self, tools: ToolPlan, names: Sequence[str]) -> tuple[StructuredOutput, NewParser]:
+    def _forced(self, tools: ToolPlan, names: Sequence[str]) -> tuple[StructuredOutput, NewParser, ToolForms]:
         known = self._format.tools
         make = known.forced if known is not None else forced
-        structured, new_parser = make(tools.tools, names=names, parallel=tools.parallel)
-        return replace(structured, param="tools"), new_parser
+        try:
+            calls, new_parser = make(tools.tools, names=names, parallel=tools.parallel, inputs=tools.inputs)
+        except NoObject as error:
+            raise InvalidParameter(tools.paths[error.name], str(error)) from None
+        return replace(calls, param="tools"), new_parser, ToolForms.of(tools, calls.source, names)
 
-    def _form_or_call(self, form: StructuredOutput, tools: ToolPlan) -> tuple[StructuredOutput, NewParser]:
+    def _form_or_call(self, form: StructuredOutput, tools: ToolPlan) -> tuple[StructuredOutput, NewParser, ToolForms]:
         """The answer has the form, or is a call."""
-        calls, new_parser = self._forced(tools, [tool["function"]["name"] for tool in tools.tools])
+        calls, new_parser, forms = self._forced(tools, [tool["function"]["name"] for tool in tools.tools])
         both = either(form, calls)
         if both is None:
             told = f"{form.param} can be combined with tools only where tool_choice is none."
             raise InvalidRequest(told, param=form.param)
-        return both, new_parser
+        return both, new_parser, forms
 
 
 class _Parsers:

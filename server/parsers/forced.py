@@ -17,6 +17,7 @@ from engine.sampling_params import InvalidParameter, StructuredOutput
 from engine.tokenizer import Tokenizer
 from server.parsers.base import OutputParser
 from server.parsers.forced_arguments import Arguments, ByArgument, Definitions, arguments_rules
+from server.parsers.forced_inputs import input_rules
 from server.parsers.formats import Kind
 from server.parsers.gemma_calls import GemmaMarks
 from server.parsers.grammar import Spelling, json_term
@@ -45,6 +46,8 @@ class Layout:
 
 MAX_CALLS = 32  # forced at once; a small model goes on calling until its context is full
 _PLAIN_NAME = re.compile(r"[\w.\-]+")  # other names, a format may take for its marks
+ARGUMENTS = "arguments_"  # begins the names of rules for a tool's arguments; its number follows
+_RULE = re.compile(rf"{ARGUMENTS}([0-9]{{1,9}})\w*: ")
 _OBJECT = '{"name": %j, "arguments": '
 _GENERIC = Layout(_OBJECT, "}", ", ", "[", "]")
 _HARMONY = Layout("<|channel|>commentary to=functions.%n <|constrain|>json<|message|>", "", only_one=True)
@@ -57,11 +60,17 @@ _BY_NAME = {
 
 
 def forced(
-    tools: Sequence[Mapping[str, Any]], *, names: Sequence[str], parallel: bool
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    names: Sequence[str],
+    parallel: bool,
+    inputs: Mapping[str, StructuredOutput] | None = None,
 ) -> tuple[StructuredOutput, Parsers]:
-    """Calls as a JSON array, whatever the model's format. Raises InvalidParameter for a schema that is no object's."""
+    """Calls as a JSON array, whatever the model's format. inputs: see `ToolFormat.forced`.
+
+    Raises InvalidParameter for a schema that is no object's, and for an input that cannot be held to its format."""
     known = Tools(tools)
-    grammar = _grammar(_GENERIC, Spelling((), None), known, names, parallel)
+    grammar = _grammar(_GENERIC, Spelling((), None), known, names, inputs or {}, parallel)
     assert grammar is not None
     return StructuredOutput("lark", grammar), lambda: JsonCalls(JsonMarks((), bare=True), known)
 
@@ -74,18 +83,19 @@ def forced_in(
     *,
     names: Sequence[str],
     parallel: bool,
+    inputs: Mapping[str, StructuredOutput] | None = None,
 ) -> tuple[StructuredOutput, Parsers]:
     """Calls in a format, else as `forced`. template: the chat template, which tells older dialects from newer ones.
 
-    Raises InvalidParameter for a schema that is no object's."""
+    Raises InvalidParameter as `forced` does."""
     known = Tools(tools)
     layout = _layout(kind, tokenizer, template)
     if layout is not None and all(map(_PLAIN_NAME.fullmatch, names)):
-        grammar = _grammar(layout, Spelling(kind.marks, tokenizer), known, names, parallel)
+        grammar = _grammar(layout, Spelling(kind.marks, tokenizer), known, names, inputs or {}, parallel)
     else:
         grammar = None
     if grammar is None:
-        return forced(tools, names=names, parallel=parallel)
+        return forced(tools, names=names, parallel=parallel, inputs=inputs)
     return StructuredOutput("lark", grammar), lambda: kind.make(known)
 
 
@@ -136,7 +146,14 @@ def _tags(tags: Tags) -> Layout:
     return Layout(f"{opening}{tags.call}%n{tags.name_end}\n", f"{tags.call_end}{closing}", "\n", arguments=arguments)
 
 
-def _grammar(layout: Layout, spelling: Spelling, tools: Tools, names: Sequence[str], parallel: bool) -> str | None:
+def _grammar(
+    layout: Layout,
+    spelling: Spelling,
+    tools: Tools,
+    names: Sequence[str],
+    inputs: Mapping[str, StructuredOutput],
+    parallel: bool,
+) -> str | None:
     """None if the layout cannot hold these schemas."""
     is_single = layout.only_one or not parallel
     more = "" if is_single else f" ({spelling.term(layout.between)} call){{0,{MAX_CALLS - 1}}}"
@@ -147,23 +164,37 @@ def _grammar(layout: Layout, spelling: Spelling, tools: Tools, names: Sequence[s
     ]
     copied = 0
     for i, name in enumerate(names):
-        schema = arguments_schema(tools, name)
-        rule = f"arguments_{i}"
-        if layout.arguments is None:
-            lines.append(f"{rule}: {json_term(schema)}")
-        else:
-            definitions = Definitions(schema, copied)
-            try:
+        rule, schema = f"{ARGUMENTS}{i}", arguments_schema(tools, name)
+        definitions = Definitions(schema, copied)
+        try:
+            if (wanted := inputs.get(name)) is not None:
+                lines += input_rules(rule, layout.arguments, schema, wanted, spelling)
+            elif layout.arguments is None:
+                lines.append(f"{rule}: {json_term(schema)}")
+            else:
                 lines += arguments_rules(rule, layout.arguments, schema, spelling, definitions)
-            except ByArgument:
-                return None
-            copied = definitions.copied
-        before, number, after = layout.head.partition("%i")
-        head = f"{spelling.term(_named_in(before, name))} "
-        if number:
-            head += ('"0"' if is_single else "/[0-9]{1,3}/") + f" {spelling.term(_named_in(after, name))} "
-        lines.append(f"call_{i}: {head}{rule} {spelling.term(layout.tail)}")
+        except ByArgument:
+            return None
+        copied = definitions.copied
+        head = _head(layout.head, name, spelling, is_single)
+        lines.append(f"call_{i}: {head} {rule} {spelling.term(layout.tail)}")
     return "\n".join(lines)
+
+
+def tool_at(grammar: str, line: int) -> int | None:
+    """The index in names that `line` of a grammar of `forced`, counted from 1, is about; None if it is about none."""
+    for text in reversed(grammar.split("\n")[:line]):  # an input's grammar has lines of its own
+        if found := _RULE.match(text):
+            return int(found[1])
+    return None
+
+
+def _head(head: str, name: str, spelling: Spelling, is_single: bool) -> str:
+    before, number, after = head.partition("%i")
+    terms = spelling.term(_named_in(before, name))
+    if number:
+        terms += (' "0" ' if is_single else " /[0-9]{1,3}/ ") + spelling.term(_named_in(after, name))
+    return terms
 
 
 def _named_in(head: str, name: str) -> str:
@@ -172,9 +203,17 @@ def _named_in(head: str, name: str) -> str:
     return re.sub("%[jn]", lambda found: texts[found[0]], head)
 
 
+class NoObject(InvalidParameter):
+    """The schema of the tool `name` is no object's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("tools", f"The parameters of the tool {name} must be a schema of type object.")
+        self.name = name
+
+
 def arguments_schema(tools: Tools, name: str) -> dict[str, Any]:
-    """The schema of a tool's arguments. Raises InvalidParameter if it is no object's."""
+    """The schema of a tool's arguments. Raises NoObject."""
     schema = tools.schemas.get(name) or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise InvalidParameter("tools", f"The parameters of the tool {name} must be a schema of type object.")
+        raise NoObject(name)
     return {**schema, "type": "object"}

@@ -15,6 +15,16 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
+# keywords that the compiler refuses, with the values that say nothing
+_SAYS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "propertyNames": ({}, True, {"type": "string"}),
+    "unevaluatedItems": ({}, True),
+    "unevaluatedProperties": ({}, True),
+    "uniqueItems": (False,),
+}
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _DATA = frozenset(("const", "enum", "default", "example", "examples", "required", "x-guidance"))
 
@@ -30,14 +40,16 @@ def one_of(texts: Iterable[str]) -> str:
 
 
 def enforceable(schema: Any) -> Any:
-    """The schema without the formats of strings that the compiler does not know: a format is an annotation, and
-    generators of schemas write many ("uint64")."""
+    """The schema without what the compiler refuses though it narrows nothing: formats of strings that are not known
+    (they are annotations, and generators of schemas write many, "uint64"), and the likes of "uniqueItems": false."""
     if isinstance(schema, list):
         return [enforceable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
+        if any(value == nothing and type(value) is type(nothing) for nothing in _SAYS_NOTHING.get(key, ())):
+            continue
         if key in _BY_NAME and isinstance(value, dict):
             kept[key] = {name: enforceable(each) for name, each in value.items()}
         elif key in _DATA:

@@ -43,13 +43,22 @@ class ToolFormat:
         return self.kind.make(Tools(tools))
 
     def forced(
-        self, tools: Sequence[Mapping[str, Any]], *, names: Sequence[str], parallel: bool
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        names: Sequence[str],
+        parallel: bool,
+        inputs: Mapping[str, StructuredOutput] | None = None,
     ) -> tuple[StructuredOutput, Callable[[], OutputParser]]:
         """A grammar that leaves only calls of `names` with valid arguments (one or more; exactly one unless
-        `parallel`), and what makes parsers for such text.
+        `parallel`), and what makes parsers for such text. inputs: by name the form (regex or lark) of a tool's one
+        argument, a string.
 
-        Raises InvalidParameter for a tool whose schema is no object's."""
-        return forced_in(self.kind, self.tokenizer, self.template, tools, names=names, parallel=parallel)
+        Raises InvalidParameter for a tool whose schema is no object's, and under an input's own name for a form that
+        it cannot be held to."""
+        return forced_in(
+            self.kind, self.tokenizer, self.template, tools, names=names, parallel=parallel, inputs=inputs
+        )
 
 
 @dataclass(frozen=True)

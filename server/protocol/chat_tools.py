@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from engine.sampling_params import StructuredOutput
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import Kinds, WireModel, shape
 from server.protocol.parsing import short, wrong
 
 MAX_NAME_CHARS = 256
+MAX_FORMATS = 64  # tools whose input has a grammar: each is compiled
 
 ToolChoice = str | dict[str, Any] | None
+
+_SYNTAXES: dict[str, Literal["lark", "regex"]] = {"lark": "lark", "regex": "regex"}
 
 _FUNCTION = shape("type", "name", function=shape("name"))
 _NAMED = {"function": _FUNCTION, "custom": shape("type", "name", custom=shape("name"))}
@@ -106,18 +110,28 @@ def _custom_function(custom: Custom) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
     """tools: what the template and the parser are given, as functions. forced: names of which one must be called;
-    empty: the model decides. custom: names whose calls are free text. ignored: what was dropped, for the header."""
+    empty: the model decides. custom: names whose calls are free text. inputs: by name the format of that text, where
+    it has one. paths: by name the field of the request with the tool's schema or format. ignored: what was dropped,
+    for the header."""
 
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced: tuple[str, ...] = ()
     parallel: bool = True
     custom: frozenset[str] = frozenset()
+    inputs: dict[str, StructuredOutput] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 
-def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | None) -> ToolPlan:
-    """Raises InvalidRequest for a malformed tool or choice, and for a choice that no tool here can serve."""
+def plan(
+    tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | None, has_form: bool = False
+) -> ToolPlan:
+    """has_form: the answer is held to a form, or to calls.
+
+    Raises InvalidRequest for a malformed tool or choice, and for a choice that no tool here can serve."""
     known: dict[str, Tool] = {}
+    inputs: dict[str, StructuredOutput] = {}
+    paths: dict[str, str] = {}
     dropped: list[str] = []
     for index, tool in enumerate(tools or ()):
         if tool.is_dropped:
@@ -127,7 +141,15 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
             path = f"tools[{index}].{tool.type}"
             raise InvalidRequest(f"You must provide the parameter {path}.", path, "missing_required_parameter")
         known[tool.name] = tool
+        paths[tool.name] = f"tools[{index}].function.parameters"
+        inputs.pop(tool.name, None)  # of two tools of one name, the last counts
+        if tool.type == "custom" and (wanted := _input(tool.custom, f"tools[{index}].custom.format")) is not None:
+            inputs[tool.name] = wanted
+            paths[tool.name] = wanted.param
+    if len(inputs) > MAX_FORMATS:
+        raise InvalidRequest(f"At most {MAX_FORMATS} tools may have a grammar for their input.", param="tools")
     names, forced = _chosen(choice, known, dropped)
+    unkept = [] if forced or has_form else _unkept(known.values(), bool(inputs))
     if parallel is None:  # who names one tool expects one call; small models would go on calling it
         parallel = not (isinstance(choice, dict) and choice.get("type") != "allowed_tools")
     return ToolPlan(
@@ -135,20 +157,37 @@ def plan(tools: Sequence[Tool] | None, choice: ToolChoice, *, parallel: bool | N
         forced=tuple(forced),
         parallel=parallel,
         custom=frozenset(name for name in names if known[name].type == "custom"),
-        ignored=tuple(dict.fromkeys(f"tools.{kind}" for kind in [*dropped, *_unkept(known.values(), forced)])),
+        inputs=inputs,
+        paths=paths,
+        ignored=tuple(f"tools.{kind}" for kind in dict.fromkeys([*dropped, *unkept])),
     )
 
 
-def _unkept(tools: Iterable[Tool], forced: Sequence[str]) -> list[str]:
-    """Only the calls that a request forces are held to the tool's schema; a custom tool's grammar is told to the model
-    and not enforced."""
-    tools = list(tools)
-    unkept = []
-    if not forced and any(tool.function is not None and tool.function.strict for tool in tools):
-        unkept.append("strict")
-    if any(tool.custom is not None and (tool.custom.format or {}).get("type") == "grammar" for tool in tools):
-        unkept.append("format")
-    return unkept
+def _input(custom: Custom | None, path: str) -> StructuredOutput | None:
+    """What a format says the input must match; None for free text. Raises InvalidRequest."""
+    given = custom.format if custom is not None else None
+    if given is None or given.get("type") == "text":
+        return None
+    if given.get("type") != "grammar":
+        told = f"{path}.type must be text or grammar, got {short(given.get('type'))}."
+        raise InvalidRequest(told, param=f"{path}.type")
+    grammar, path = given.get("grammar"), f"{path}.grammar"
+    if not isinstance(grammar, dict):
+        raise InvalidRequest(f"{path} must be an object, got {short(grammar)}.", param=path)
+    kind, definition = _SYNTAXES.get(str(grammar.get("syntax"))), grammar.get("definition")
+    if kind is None:
+        told = f"{path}.syntax must be lark or regex, got {short(grammar.get('syntax'))}."
+        raise InvalidRequest(told, param=f"{path}.syntax")
+    path = f"{path}.definition"
+    if not isinstance(definition, str) or not definition:
+        raise InvalidRequest(f"{path} must be a string that is not empty, got {short(definition)}.", param=path)
+    return StructuredOutput(kind, definition, path)
+
+
+def _unkept(tools: Iterable[Tool], has_inputs: bool) -> list[str]:
+    """What only calls that a grammar holds to their tools' schemas and formats keep."""
+    is_strict = any(tool.function is not None and tool.function.strict for tool in tools)
+    return ["strict"] * is_strict + ["format"] * has_inputs
 
 
 def _chosen(choice: ToolChoice, known: dict[str, Tool], dropped: list[str]) -> tuple[list[str], list[str]]:

@@ -50,6 +50,8 @@ class Tools:
         self.echoed: list[dict[str, Any]] = []
         self.dropped: list[str] = []
         self._origins: dict[str, Origin] = {}
+        self._paths: dict[str, str] = {}  # by function: where the request has the tool
+        self._told: list[dict[str, Any]] = self.for_chat
         self._num_given = 0  # those of namespaces too, and those that are dropped
         self._count(len(tools))
         for index, tool in enumerate(tools):
@@ -58,6 +60,13 @@ class Tools:
     def origin(self, function: str) -> Origin:
         """The tool that a call of `function` means; a name that nobody gave is a plain function's."""
         return self._origins.get(function) or Origin(function)
+
+    def path(self, index: int) -> str | None:
+        """Where the request has the tool that chat is told of at `index`; None if there is none."""
+        if index >= len(self._told):
+            return None
+        told = self._told[index]
+        return self._paths[told[told["type"]]["name"]]
 
     def _count(self, number: int) -> None:
         """Before they are looked at."""
@@ -101,6 +110,7 @@ class Tools:
         if flat in self._origins:
             raise InvalidRequest(f"{path}.name is that of an earlier tool: {short(flat)}.", param=f"{path}.name")
         self._origins[flat] = Origin(name, namespace, custom)
+        self._paths[flat] = path
         words = [text for text in (about, _text(tool, "description", path)) if text]
         chat: dict[str, Any] = {"name": flat}
         if words:
@@ -149,7 +159,8 @@ class Tools:
             told = f"tool_choice.tools must be an array of 1 to {MAX_TOOLS} objects."
             raise InvalidRequest(told, param="tool_choice.tools")
         names = {self._named(item, f"tool_choice.tools[{index}]") for index, item in enumerate(wanted)}
-        return mode, [each for each in self.for_chat if each[each["type"]]["name"] in names]
+        self._told = [each for each in self.for_chat if each[each["type"]]["name"] in names]
+        return mode, self._told
 
     def _named(self, choice: object, path: str) -> str:
         """The function that `choice` names: by its own name, with its namespace, or alone if only one has it."""

@@ -234,6 +234,15 @@ _PARAMS = (
 )
 
 
-def in_our_words(error: ApiError) -> ApiError:
-    """An error about a field of the chat request, about the field that it came from."""
+_TOOL = re.compile(r"tools\[(\d+)\]\.(?:function|custom)")
+
+
+def in_our_words(error: ApiError, tools: Tools | None = None) -> ApiError:
+    """An error about a field of the chat request, about the field that it came from. tools: the request's."""
+    found = _TOOL.match(error.param or "")
+    if found is not None and tools is not None and (path := tools.path(int(found[1]))) is not None:
+        chat_path = error.param or ""
+        param = path + chat_path[found.end() :].replace(".format.grammar", ".format")
+        told = param + error.message[len(chat_path) :] if error.message.startswith(chat_path) else error.message
+        return ApiError(error.status, told, error.type, param, error.code, error.headers)
     return retold(error, _PARAMS)

@@ -47,5 +47,5 @@ async def create_chat_completion(request: Request) -> Response:
     shown = [] if scored is None else [scored]
     return await front.generate(
         request, body, [conversation.prompt], conversation.params, writer, shown=shown,
-        new_stop_gate=conversation.new_stop_gate,
+        new_stop_gate=conversation.new_stop_gate, forms=conversation.forms,
     )  # fmt: skip

@@ -48,8 +48,9 @@ async def _answer(request: Request, front: Front, body: MessagesRequest, chat: C
         reasoning=params.reasoning,
     )
     return await front.generate(
-        request, chat, [conversation.prompt], params, writer, new_stop_gate=conversation.new_stop_gate
-    )
+        request, chat, [conversation.prompt], params, writer, new_stop_gate=conversation.new_stop_gate,
+        forms=conversation.forms,
+    )  # fmt: skip
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(MessagesRequest))

@@ -61,7 +61,7 @@ async def create_response(request: Request) -> Response:
         front.ignored.note(request, conversation.ignored)
         return await _answer(request, front, body, given, conversation, model)
     except (ApiError, InvalidParameter) as error:
-        raise in_our_words(to_api_error(error)) from None
+        raise in_our_words(to_api_error(error), given.tools) from None
 
 
 async def _answer(
@@ -85,8 +85,9 @@ async def _answer(
     )
     try:
         answer = await front.admit(
-            request, body, [conversation.prompt], params, writer.id, new_stop_gate=conversation.new_stop_gate
-        )
+            request, body, [conversation.prompt], params, writer.id, new_stop_gate=conversation.new_stop_gate,
+            forms=conversation.forms,
+        )  # fmt: skip
     except BaseException:
         if run is not None:
             run.close()
@@ -126,7 +127,7 @@ async def count_input_tokens(request: Request) -> Response:
         conversation = await _fit(front, body, given, must_fit=body.truncation == "auto")
         front.ignored.note(request, conversation.ignored)
     except (ApiError, InvalidParameter) as error:
-        raise in_our_words(to_api_error(error)) from None
+        raise in_our_words(to_api_error(error), given.tools) from None
     return _json({"object": "response.input_tokens", "input_tokens": len(conversation.prompt)})
 
 
