@@ -22,6 +22,8 @@ from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.sampling_params import SamplingParams
 from engine.structured import GrammarStore
 
+WARM_UP_TOKENS = 64
+
 NO_PROMPT_LOGPROBS = RowOutput(error="This model cannot tell logprobs of its prompt.", error_param="prompt_logprobs")
 NO_EMBEDDINGS = RowOutput(error="This model cannot make embeddings.", error_param="model")
 
@@ -115,12 +117,13 @@ class ModelRunner:
         )
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
-        """One step of one token and one of the full budget on block 0 and up, before anybody waits for it.
+        """One step of one token and one of a few blocks on block 0 and up, before anybody waits for it: they go
+        through the code of every later step. A step of the full budget would take as long as one, to no end.
 
         The blocks written are free and unhashed, so nothing reads them later."""
         room = self.kv_cache.num_blocks * self.kv_cache.block_size
         longest = self.table.token_ids.shape[1] - 1
-        for num_tokens in (1, min(max_num_batched_tokens, room, longest)):
+        for num_tokens in (1, min(WARM_UP_TOKENS, max_num_batched_tokens, room, longest)):
             num_blocks = -(-num_tokens // self.kv_cache.block_size)
             new = NewRow(
                 row=0,

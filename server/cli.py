@@ -7,10 +7,12 @@ thread variables before torch reads them.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,17 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     """Parse (done), bind, look at the model, set thread variables, only then import torch."""
-    from server import logs, preflight
+    with _uncollected():
+        from server import logs, preflight
 
-    logs.configure(settings.log_level, settings.log_format)
-    config = settings.engine_config()
-    from server import lifecycle
+        logs.configure(settings.log_level, settings.log_format)
+        config = settings.engine_config()
+        from server import lifecycle
 
-    listener = lifecycle.bind(settings)
-    preflight.check_model(settings.model, settings.load_format)
-    set_thread_environment(settings)
-    from engine.async_engine import AsyncEngine
-
+        listener = lifecycle.bind(settings)
+        preflight.check_model(settings.model, settings.load_format)
+        set_thread_environment(settings)
+        from engine.async_engine import AsyncEngine
+    gc.freeze()
     try:
         from uvloop import new_event_loop as loop_factory
     except ImportError:  # there is no uvloop for Windows
@@ -106,6 +109,17 @@ def _serve(settings: Settings) -> int:
         code = 1
     lifecycle.leave(code)
     return code
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """For imports: the libraries make 400,000 objects that never die, and looking through them again and again is a
+    fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _check(settings: Settings, lengths: Sequence[int]) -> int:

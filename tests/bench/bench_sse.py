@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import resource
 import socket
@@ -97,6 +98,7 @@ def serve(listener: socket.socket, num_streams: int, num_tokens: int, step_s: fl
 
     async def main() -> None:
         await engine.start()
+        gc.freeze()  # as lifecycle.py does
         asker = asyncio.create_task(answer())
         await uvicorn.Server(server).serve(sockets=[listener])
         asker.cancel()
