@@ -16,6 +16,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from server.parsers.quoted_pattern import ESCAPES, Unquotable, quoted, spelled
 
+MAX_CHARS = 128 << 10
+
 _TOKEN = re.compile(
     r"""(?P<newline>\r?\n)|(?P<blank>(?://|\#)[^\n]*|[ \t\r]+)"""
     r"""|(?P<range>"(?:\\.|[^"\\\n])*"[ \t]*\.\.[ \t]*"(?:\\.|[^"\\\n])*")"""
@@ -25,11 +27,12 @@ _TOKEN = re.compile(
     r"""|(?P<directive>%(?:json|regex|llguidance)\b)"""
     r"""|(?P<special><[^<>\s]+>)"""
     r"""|(?P<alias>->[ \t]*\w+)"""
-    r"""|(?P<rule>[!?]*_?[a-z][_a-z0-9\-]*)"""
+    r"""|(?P<rule>[!?]{0,2}_?[a-z][_a-z0-9\-]*)"""
     r"""|(?P<terminal>_?[A-Z][_A-Z0-9\-]*)"""
     r"""|(?P<other>%\w+|.)""",
     re.DOTALL,
 )
+_BLANKS = re.compile(r"\s*")
 _NAMES = re.compile(r"(\w+)[ \t]*(?:->[ \t]*(\w+))?")
 _HEX = re.compile(r"\\(?:x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
@@ -61,6 +64,8 @@ class _Token:
 def quoted_grammar(source: str) -> str:
     """The grammar of the quoted texts of `source`; one that cannot be read comes out as one that cannot either.
     Raises Unquotable."""
+    if len(source) > MAX_CHARS:
+        raise Unquotable(f"has more than {MAX_CHARS} characters")
     tokens = list(_tokens(source))
     found = _One(tokens)
     if found.is_plain:
@@ -153,7 +158,9 @@ def _imported(text: str) -> Iterator[_Token]:
 
 def _value(source: str, at: int) -> tuple[str, int]:
     """(the JSON behind a directive, where it ends); empty if there is none."""
-    start = at + len(source[at:]) - len(source[at:].lstrip())
+    blanks = _BLANKS.match(source, at)
+    assert blanks is not None
+    start = blanks.end()
     try:
         _, end = json.JSONDecoder().raw_decode(source, start)
     except (ValueError, RecursionError):
