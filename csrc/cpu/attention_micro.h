@@ -15,15 +15,16 @@
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-// Register budget: kMaxRows rows by kMaxSpan groups of 16 columns.
+// Register budget: so many rows by kMaxSpan groups of 16 columns. A pair of bf16 that is split takes two dependent
+// multiply-adds per accumulator, so it needs more of those in flight.
 #if defined(__AVX512F__)
-constexpr int64_t kMaxRows = 6, kMaxSpan = 4;
+constexpr int64_t kFloatRows = 6, kPairRows = 6, kMaxSpan = 4;
 #elif defined(__AVX2__)
-constexpr int64_t kMaxRows = 4, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 4, kPairRows = 6, kMaxSpan = 1;
 #elif defined(__aarch64__)
-constexpr int64_t kMaxRows = 4, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 4, kPairRows = 4, kMaxSpan = 1;
 #else
-constexpr int64_t kMaxRows = 2, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 2, kPairRows = 2, kMaxSpan = 1;
 #endif
 
 constexpr int64_t kVecsPerGroup = 16 / kLanes;
@@ -32,6 +33,7 @@ constexpr int64_t kTableTiles = kSplitTiles + kAhead;  // tile lists end with wh
 static_assert(kAhead >= kMaxSpan, "a span's successors are in the list");
 
 struct F32 {
+  static constexpr int64_t max_rows = kFloatRows;
   static constexpr bool whole_tiles = false;  // rows are computed 16 at a time
   static constexpr int64_t words_per_step = 1;  // words of a query row or of probabilities per step
   static constexpr int64_t steps_per_tile = 16;
@@ -43,6 +45,7 @@ struct F32 {
 };
 
 struct Split {
+  static constexpr int64_t max_rows = kPairRows;
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 2;
   static constexpr int64_t steps_per_tile = 8;
@@ -57,6 +60,7 @@ struct Split {
 
 #if defined(__AVX512BF16__)
 struct Dot {
+  static constexpr int64_t max_rows = kPairRows;
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 1;
   static constexpr int64_t steps_per_tile = 8;
@@ -136,7 +140,7 @@ inline void weigh_tiles(const float* probabilities, const int32_t* const* tiles,
   }
 }
 
-// Calls use<R>() for the compile-time R equal to `rows`, at most kMaxRows.
+// Calls use<R>() for the compile-time R equal to `rows`, at most the R it is called with.
 template <int R, typename Use>
 inline void with_rows(int64_t rows, const Use& use) {
   if (rows == R) {
@@ -170,11 +174,11 @@ void score_rows(const float* query, int64_t query_stride, int64_t rows, const in
            int64_t steps, float* scores) {
   for (int64_t tile = 0; tile < num_tiles;) {
     const int64_t span = num_tiles - tile >= kMaxSpan ? kMaxSpan : 1;
-    for (int64_t row = 0; row < rows; row += kMaxRows) {
-      const int64_t count = rows - row < kMaxRows ? rows - row : kMaxRows;
-      with_rows<kMaxRows>(count, ScoreCall<T>{query + row * query_stride, query_stride, tiles + tile,
-                                              tiles + tile + (row ? 0 : kAhead), steps, span,
-                                              scores + row * 256 + tile * 16});
+    for (int64_t row = 0; row < rows; row += T::max_rows) {
+      const int64_t count = rows - row < T::max_rows ? rows - row : T::max_rows;
+      const int32_t* const* next = tiles + tile + (row ? 0 : kAhead);
+      with_rows<T::max_rows>(count, ScoreCall<T>{query + row * query_stride, query_stride, tiles + tile, next, steps,
+                                                 span, scores + row * 256 + tile * 16});
     }
     tile += span;
   }
@@ -202,14 +206,15 @@ struct WeighCall {
 template <typename T>
 void weigh_rows(const float* probabilities, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
            int64_t value_stride, float* out, int64_t out_stride) {
-  for (int64_t row = 0; row < rows; row += kMaxRows) {
-    const int64_t count = rows - row < kMaxRows ? rows - row : kMaxRows;
+  for (int64_t row = 0; row < rows; row += T::max_rows) {
+    const int64_t count = rows - row < T::max_rows ? rows - row : T::max_rows;
     for (int64_t dim = 0; dim < value_stride;) {
       const int64_t span = (value_stride - dim) / 16 >= kMaxSpan ? kMaxSpan : 1;
       const int32_t* shifted[kTableTiles];
       for (int64_t t = 0; t < num_tiles + kAhead; ++t) shifted[t] = tiles[t] + dim;
-      with_rows<kMaxRows>(count, WeighCall<T>{probabilities + row * 256, shifted, shifted + (row ? 0 : kAhead), num_tiles,
-                                              value_stride, span, out + row * out_stride + dim, out_stride});
+      const int32_t* const* next = shifted + (row ? 0 : kAhead);
+      with_rows<T::max_rows>(count, WeighCall<T>{probabilities + row * 256, shifted, next, num_tiles, value_stride,
+                                                 span, out + row * out_stride + dim, out_stride});
       dim += span * 16;
     }
   }

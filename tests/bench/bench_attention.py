@@ -2,13 +2,16 @@
 
     python tests/bench/bench_attention.py [--threads 1 2] [--isa avx512]
 
-torch's figure for decode includes gathering the blocks into dense tensors, which is what a backend without paged
-attention does; for the prompt chunk it does not. Best of several runs, wall clock; run it on an idle machine.
+Decode walks over as many layers' caches as 160 MB hold, so that K and V come from memory, as they do in a step of a
+model. `shared`: all sequences begin with so many tokens in the same blocks; beside it the same batch with blocks of
+their own. torch's figure for decode includes gathering the blocks into dense tensors, which is what a backend without
+paged attention does; for the prompt chunk it does not. Best of several runs, wall clock; run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 
@@ -18,8 +21,10 @@ from torch import Tensor
 from engine import ops
 
 DECODE = ((16, 512, 3, 3, 64), (64, 2048, 3, 3, 64), (16, 1024, 8, 4, 128), (1, 2048, 3, 3, 64))
+SHARED = ((16, 1060, 1024, 3, 3, 64), (64, 1060, 1024, 3, 3, 64), (16, 1060, 1024, 1, 4, 256))
 PREFILL = ((512, 2000, 3, 3, 64), (512, 2000, 8, 4, 128))
 DTYPE = torch.bfloat16
+CACHE_BYTES = 160_000_000  # of all layers together: more than the last-level cache
 
 
 def best(run: Callable[[], object], repeats: int = 7, seconds: float = 0.3) -> float:
@@ -37,26 +42,44 @@ def best(run: Callable[[], object], repeats: int = 7, seconds: float = 0.3) -> f
     return min(times)
 
 
-def make_cache(num_seqs: int, length: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Key cache, value cache (views of one buffer, as the engine has it) and a shuffled block table."""
-    per_seq = -(-length // 16)
-    num_blocks = num_seqs * per_seq
+Cache = tuple[Tensor, Tensor]
+
+
+def make_caches(num_blocks: int, kv_heads: int, dim: int) -> list[Cache]:
+    """Key and value cache (views of one buffer, as the engine has it) of each layer."""
     half = kv_heads * 16 * dim
-    buffer = torch.randn(num_blocks, 2 * half).to(DTYPE)
-    keys = buffer[:, :half].view(num_blocks, kv_heads, 16, dim)
-    values = buffer[:, half:].view(num_blocks, kv_heads, 16, dim)
-    return keys, values, torch.randperm(num_blocks, dtype=torch.int32).view(num_seqs, per_seq)
+    layers = max(1, CACHE_BYTES // (num_blocks * half * 4))
+    first = torch.randn(num_blocks, 2 * half).to(DTYPE)
+    buffers = [first, *(first.clone() for _ in range(layers - 1))]
+    shape = (num_blocks, kv_heads, 16, dim)
+    return [(buffer[:, :half].view(shape), buffer[:, half:].view(shape)) for buffer in buffers]
+
+
+def make_table(num_seqs: int, length: int, shared: int = 0) -> Tensor:
+    """Blocks in random order; the first `shared` tokens' are the same for all sequences."""
+    per_seq, common = -(-length // 16), shared // 16
+    order = torch.randperm(common + num_seqs * (per_seq - common), dtype=torch.int32)
+    return torch.cat([order[:common].expand(num_seqs, -1), order[common:].view(num_seqs, -1)], dim=1).contiguous()
+
+
+def decode_seconds(caches: list[Cache], table: Tensor, length: int, query: Tensor) -> float:
+    num_seqs, dim = query.shape[0], query.shape[2]
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    lengths = torch.full((num_seqs,), length, dtype=torch.int32)
+    turns = itertools.cycle(caches)
+    return best(lambda: ops.paged_attention(query, *next(turns), table, starts, lengths, scale=dim**-0.5))
 
 
 def decode(num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> str:
-    keys, values, table = make_cache(num_seqs, length, kv_heads, dim)
+    table = make_table(num_seqs, length)
+    caches = make_caches(table.numel(), kv_heads, dim)
     query = torch.randn(num_seqs, kv_heads * group, dim).to(DTYPE)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
-    lengths = torch.full((num_seqs,), length, dtype=torch.int32)
-    ours = best(lambda: ops.paged_attention(query, keys, values, table, starts, lengths, scale=dim**-0.5))
+    ours = decode_seconds(caches, table, length, query)
+    turns = itertools.cycle(caches)
 
     def dense() -> Tensor:
         shape = (num_seqs, -1, kv_heads, 16, dim)
+        keys, values = next(turns)
         k = keys[table.long().view(-1)].view(shape).transpose(1, 2).reshape(num_seqs, kv_heads, -1, dim)
         v = values[table.long().view(-1)].view(shape).transpose(1, 2).reshape(num_seqs, kv_heads, -1, dim)
         q = query.view(num_seqs, kv_heads * group, 1, dim)
@@ -67,8 +90,17 @@ def decode(num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> s
     return f"{size / ours / 1e9:6.1f} GB/s ({ours * 1e6:8.0f} us)   torch {size / theirs / 1e9:5.1f} GB/s"
 
 
+def shared(num_seqs: int, length: int, common: int, kv_heads: int, group: int, dim: int) -> str:
+    query = torch.randn(num_seqs, kv_heads * group, dim).to(DTYPE)
+    own_table, table = make_table(num_seqs, length), make_table(num_seqs, length, common)
+    own = decode_seconds(make_caches(own_table.numel(), kv_heads, dim), own_table, length, query)
+    ours = decode_seconds(make_caches(int(table.max()) + 1, kv_heads, dim), table, length, query)
+    return f"{ours * 1e6:8.0f} us   with blocks of their own {own * 1e6:8.0f} us"
+
+
 def prefill(num_queries: int, length: int, kv_heads: int, group: int, dim: int) -> str:
-    keys, values, table = make_cache(1, length, kv_heads, dim)
+    table = make_table(1, length)
+    keys, values = make_caches(table.numel(), kv_heads, dim)[0]
     query = torch.randn(num_queries, kv_heads * group, dim).to(DTYPE)
     starts = torch.tensor([0, num_queries], dtype=torch.int32)
     lengths = torch.tensor([length], dtype=torch.int32)
@@ -98,6 +130,9 @@ def main() -> None:
         print(f"level {ops.isa()}, {threads} thread(s), {DTYPE}; seqs x length, kv heads, group, head dim")
         for seqs, length, *rest in DECODE:
             print(f"  decode  {seqs:3d} x {length}, {rest}: {decode(seqs, length, *rest)}", flush=True)
+        for seqs, length, common, *rest in SHARED:
+            print(f"  shared  {seqs:3d} x {length}, {common} shared, {rest}: ", end="")
+            print(shared(seqs, length, common, *rest), flush=True)
         for queries, length, *rest in PREFILL:
             print(f"  prefill {queries} x {length}, {rest}: {prefill(queries, length, *rest)}", flush=True)
 
