@@ -113,10 +113,10 @@ def new_scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:
 def plan(config: EngineConfig) -> Plan:
     """Load the model and report what it takes. Raises StartError."""
     parts = load_engine(config)
-    parameters = parts.runner.backbone.num_parameters
+    backbone = parts.runner.backbone
     return Plan(
         info=parts.info,
-        weight_bytes=parameters * parts.runner.backbone.dtype.itemsize,
+        weight_bytes=backbone.weight_bytes,
         kv_pool_bytes=parts.runner.kv_cache.num_bytes,
         num_pool_tokens=parts.info.num_blocks * parts.info.block_size,
     )
@@ -153,7 +153,7 @@ def _describe(
         "device": f"cpu-{platform.machine()}",
         "isa": ops.isa(),
         "dtype": str(backbone.dtype).removeprefix("torch."),
-        "quantization": "none",
+        "quantization": backbone.quantization,
         "attention_backend": "native",
         "parallel_size": "1",
         "pagemill": _version("pagemill"),
@@ -175,6 +175,7 @@ def _describe(
         kv_bytes_per_token=bytes_per_token(backbone.layers, backbone.dtype),
         num_threads=torch.get_num_threads(),
         hidden_size=backbone.hidden_size,
+        quantization=backbone.quantization,
         numeric_profile=profile,
         system_fingerprint="fp_" + hashlib.blake2b(spelled.encode(), digest_size=6).hexdigest(),
         batch_invariant=backbone.batch_invariant,

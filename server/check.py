@@ -17,8 +17,9 @@ def render(found: Plan, lengths: Sequence[int]) -> str:
     """lengths: tokens per sequence (prompt and output) to tell the concurrency for; those above the longest
     sequence served are left out."""
     info = found.info
+    precision = info.dtype if info.quantization == "none" else f"{info.quantization} weights in {info.dtype}"
     rows = [
-        ("model", f"{info.name} ({info.architecture}, {info.num_parameters / 1e6:.1f}M parameters, {info.dtype})"),
+        ("model", f"{info.name} ({info.architecture}, {info.num_parameters / 1e6:.1f}M parameters, {precision})"),
         ("source", info.source),
         ("weights", mebibytes(found.weight_bytes)),
         ("KV pool", mebibytes(found.kv_pool_bytes)),

@@ -193,6 +193,7 @@ def _model_facts(info: ModelInfo) -> dict[str, object]:
         "architecture": info.architecture,
         "parameters": f"{info.num_parameters / 1e6:.1f}M",
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "max_model_len": info.max_model_len,
         "threads": info.num_threads,
         "batch_invariant": info.batch_invariant,

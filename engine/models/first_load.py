@@ -19,6 +19,7 @@ from engine.models.allow import check_config, load_config, max_exact_position, m
 from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
 from engine.models.build import assign_weights, build_tree, fill_dummy
+from engine.models.from_recipe import from_recipe
 from engine.models.fused import FusedRecipe
 from engine.models.prepare import BACKENDS_WITH_CLAIM, NoRecipe, prepare, recipe_of
 from engine.models.stopwatch import Stopwatch
@@ -51,14 +52,20 @@ def first_load(
         else:
             assign_weights(tree, weights.tensors(dtype), dtype)
     if kept is None and config.self_check != "never":
-        return _checked(tree, hf_config, backend, max_position, watch)
-    fuse = kept is not None and kept.recipe is not None
-    with watch.phase("pack"):
-        backbone = prepare(tree, backend, max_position, fuse=fuse)
-    if kept is not None:
+        backbone, kept = _checked(tree, hf_config, backend, max_position, watch)
+    else:
+        fuse = kept is not None and kept.recipe is not None
+        with watch.phase("pack"):
+            backbone = prepare(tree, backend, max_position, fuse=fuse)
+        kept = kept or Kept(Verdict(0.0, 0.0, backbone.batch_invariant), max_position, None)
         backbone.batch_invariant &= kept.verdict.batch_invariant
-    _log_claim(backbone, backend)
-    return backbone, kept or Kept(Verdict(0.0, 0.0, backbone.batch_invariant), max_position, None)
+        _log_claim(backbone, backend)
+    if config.quantization != "none" and kept.recipe is not None:
+        # only now: the check compares with transformers in full precision
+        del backbone
+        tensors = dict(tree.named_parameters())
+        backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
+    return backbone, kept
 
 
 def _checked(

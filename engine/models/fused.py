@@ -22,6 +22,8 @@ from torch.nn import functional
 from engine import ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.config import StartError
+from engine.models.quantised import QuantisedWeight, join
+from engine.models.quantiser import Quantiser
 from engine.models.rope_table import RopeTable
 from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY
 from engine.ops import ActivationKind, NormVariant
@@ -136,19 +138,33 @@ class _Norm:
 class _Linear:
     """PackedLinear without a module's overhead: x [num_tokens, in_features]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-        self._packed, self._bias, self._out_dtype = ops.pack_linear(weight), bias, out_dtype
-        self._out_features = weight.shape[0]
+    def __init__(
+        self, weight: Tensor | QuantisedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self._out_features, self._out_dtype = weight.shape[0], out_dtype
+        if isinstance(weight, QuantisedWeight):
+            self._packed, self._multiply = weight.pack(), ops.linear_quant
+            self._bias = None if bias is None else bias.float()
+        else:
+            self._packed, self._multiply, self._bias = ops.pack_linear(weight), ops.linear, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self._packed, self._bias, self._out_features, out_dtype=self._out_dtype)
+        return self._multiply(x, self._packed, self._bias, self._out_features, out_dtype=self._out_dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
 
 class _Weights:
-    """Checkpoint tensors by name, as the parts of a layer."""
+    """Checkpoint tensors by name, as the parts of a layer.
 
-    def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe) -> None:
-        self._tensors, self._recipe = tensors, recipe
+    num_bytes: of what was made so far. kinds: the forms of its linear layers' weights."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None) -> None:
+        self._tensors, self._recipe, self._quantiser = tensors, recipe, quantiser
+        self.num_bytes = 0
+        self.kinds: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         try:
@@ -158,15 +174,39 @@ class _Weights:
 
     def linear(self, *names: str) -> _Linear:
         """One packed product of several layers' rows."""
-        parts = [self.tensor(f"{name}.weight") for name in names]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         has_bias = f"{names[0]}.bias" in self._tensors
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return _Linear(weight, bias)
+        return self._packed(_Linear(self._matrix(*(f"{name}.weight" for name in names)), bias))
+
+    def head(self) -> _Linear:
+        """Of float32 logits."""
+        name = EMBEDDING if self._recipe.is_tied else HEAD
+        return self._packed(_Linear(self._matrix(name, is_head=True), None, torch.float32))
+
+    def _packed(self, linear: _Linear) -> _Linear:
+        self.num_bytes += linear.num_bytes
+        return linear
+
+    def _matrix(self, *names: str, is_head: bool = False) -> Tensor | QuantisedWeight:
+        """The rows of several matrices: quantised if all are to be."""
+        quantised = [] if self._quantiser is None else [self._quantiser.weight(n, is_head=is_head) for n in names]
+        known = [weight for weight in quantised if weight is not None]
+        if len(known) == len(names):
+            joined = join(known)
+            self.kinds.add(f"int{joined.bits}")
+            return joined
+        parts = [self.tensor(name) for name in names]
+        self.kinds.add(str(parts[0].dtype).removeprefix("torch."))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy(self, name: str) -> Tensor:
+        """Of a tensor: a view would keep the whole file mapped after all else is packed."""
+        copied = self.tensor(name).clone()
+        self.num_bytes += copied.nbytes
+        return copied
 
     def norm(self, path: str) -> _Norm:
-        # a copy: a view would keep the whole file mapped after all else is packed
-        return _Norm(self.tensor(f"{path}.weight").clone(), self._recipe.norms[path.rpartition(".")[2]])
+        return _Norm(self.copy(f"{path}.weight"), self._recipe.norms[path.rpartition(".")[2]])
 
     def norm_or_none(self, path: str) -> _Norm | None:
         return self.norm(path) if path.rpartition(".")[2] in self._recipe.norms else None
@@ -228,11 +268,17 @@ class FusedModel:
     tells_hidden_states = True
 
     def __init__(
-        self, recipe: FusedRecipe, tensors: Mapping[str, Tensor], backend: AttentionBackend, max_positions: int
+        self,
+        recipe: FusedRecipe,
+        tensors: Mapping[str, Tensor],
+        backend: AttentionBackend,
+        max_positions: int,
+        quantiser: Quantiser | None = None,
     ) -> None:
-        """tensors: by transformers' names, all of one dtype. Raises StartError if one is missing."""
-        weights = _Weights(tensors, recipe)
-        self._embedding = weights.tensor(EMBEDDING).clone()
+        """tensors: by transformers' names, all of one dtype. quantiser: of linear layers' weights; None: none is
+        quantised. Raises StartError if a tensor is missing."""
+        weights = _Weights(tensors, recipe, quantiser)
+        self._embedding = weights.copy(EMBEDDING)
         self.vocab_size = recipe.vocab_size
         self.hidden_size = self._embedding.shape[1]
         self.dtype = self._embedding.dtype
@@ -258,7 +304,9 @@ class FusedModel:
             for index, layer in enumerate(recipe.layers)
         ]
         self._final_norm = weights.norm("model.norm")
-        self._head = _Linear(weights.tensor(EMBEDDING if recipe.is_tied else HEAD), None, torch.float32)
+        self._head = weights.head()
+        self.weight_bytes = weights.num_bytes
+        self.quantization = "+".join(sorted(weights.kinds)) if any("int" in kind for kind in weights.kinds) else "none"
         self._ropes = [RopeTable(_Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
 
     def cover(self, num_positions: int) -> None:

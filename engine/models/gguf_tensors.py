@@ -16,6 +16,8 @@ from torch import Tensor
 from engine.models.dequantize import dequantize
 from engine.models.gguf import GgufError, GgufFile, TensorInfo
 from engine.models.gguf_config import Family, HfConfig
+from engine.models.gguf_quantised import own_precision
+from engine.models.quantised import QuantisedWeight
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -55,13 +57,29 @@ def parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig, 
     value = dequantize(gguf.data(info.name), info.kind, info.shape, torch.float32 if offset else dtype)
     if offset:
         value = (value - offset).to(dtype)
+    num_heads = _permuted_heads(gguf, info, kind, config)
+    return value if num_heads is None else _rows_of_halves(value, num_heads)
+
+
+def quantised_parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig) -> QuantisedWeight | None:
+    """One matrix in its own precision; None if it is floating point. Raises GgufError, StartError."""
+    weight = own_precision(gguf.data(info.name), info.kind, info.shape)
+    num_heads = None if weight is None else _permuted_heads(gguf, info, kind, config)
+    if weight is None or num_heads is None:
+        return weight
+    return weight.with_rows(lambda rows: _rows_of_halves(rows, num_heads))
+
+
+def _permuted_heads(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig) -> int | None:
+    """How many heads' rows must be put back, None if the tensor's rows lie as transformers wants them."""
     heads = {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}
-    for part, key in heads.items() if kind.permuted else ():
-        if part in info.name:
-            if info.shape[0] != config[key] * config["head_dim"]:
-                raise GgufError(f"{gguf.path} has {info.shape[0]} rows in {info.name}, which do not fit its heads.")
-            return _rows_of_halves(value, config[key])
-    return value
+    key = next((key for part, key in heads.items() if part in info.name), None)
+    if key is None or not kind.permuted:
+        return None
+    if info.shape[0] != config[key] * config["head_dim"]:
+        raise GgufError(f"{gguf.path} has {info.shape[0]} rows in {info.name}, which do not fit its heads.")
+    num_heads: int = config[key]
+    return num_heads
 
 
 def _parameter_name(name: str, tensors: Mapping[str, TensorInfo]) -> str | None:

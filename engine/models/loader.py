@@ -18,10 +18,10 @@ from engine.config import DeviceConfig, ModelConfig, StartError
 from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
 from engine.models.config_facts import choose_dtype, sampling_defaults
-from engine.models.fused import FusedModel, FusedRecipe
+from engine.models.from_recipe import from_recipe
 from engine.models.source import resolve_source
 from engine.models.stopwatch import Stopwatch
-from engine.models.verdict import Kept, VerdictStore
+from engine.models.verdict import VerdictStore
 from engine.models.weights import GgufWeights, Weights, open_weights
 from engine.outputs import SamplingDefaults
 from engine.tokenizer import Tokenizer
@@ -92,25 +92,24 @@ def _load_backbone(
     store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name)
     kept = store.load() if config.self_check == "auto" else None
     if kept is not None and kept.recipe is not None and kept.recipe.fits(weights.shapes):
-        return _from_recipe(kept, kept.recipe, weights, dtype, backend, watch), kept.max_position
+        with watch.phase("weights"):
+            tensors = dict(weights.tensors(dtype)) if config.quantization == "none" else weights.some_tensors(dtype)
+        backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
+        return backbone, kept.max_position
     with watch.phase("modelling_code"):
         first = importlib.import_module("engine.models.first_load")
     backbone, found = first.first_load(config, weights, dtype, backend, kept, watch)
     if kept is None and config.self_check != "never":
         store.save(found)
+    _check_quantised(config, backbone)
     return backbone, found.max_position
 
 
-def _from_recipe(
-    kept: Kept,
-    recipe: FusedRecipe,
-    weights: Weights,
-    dtype: torch.dtype,
-    backend: AttentionBackend,
-    watch: Stopwatch,
-) -> Backbone:
-    with watch.phase("weights"):
-        tensors = dict(weights.tensors(dtype))
-    with watch.phase("pack"):
-        model = FusedModel(recipe, tensors, backend, kept.max_position)
-    return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)
+def _check_quantised(config: ModelConfig, backbone: Backbone) -> None:
+    """Raises StartError if weights were to be quantised and were not; "auto" asks for what can be had."""
+    if config.quantization in ("none", "auto") or backbone.quantization != "none":
+        return
+    raise StartError(
+        f"--quantization {config.quantization} needs the fused decoder, which does not serve this model"
+        + (" without its self-check." if config.self_check == "never" else ".")
+    )

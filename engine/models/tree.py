@@ -26,6 +26,8 @@ DRY_RUN_TOKENS = 3
 class TreeModel:
     """A tree built for our attention implementation, weights in place, swapped or not."""
 
+    quantization = "none"
+
     def __init__(self, tree: Any, backend: AttentionBackend) -> None:
         """Raises StartError if the tree attends in a way the paged cache cannot serve."""
         self.tree = tree
@@ -38,6 +40,7 @@ class TreeModel:
         self.tells_hidden_states = self._body is not None
         self._tables = tuple(module for module in tree.modules() if isinstance(module, RopeTable))
         self._calls, self.layers = _attach(tree, backend)
+        self.weight_bytes = sum(part.nbytes for part in (*tree.parameters(), *tree.buffers()))
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: rotary rows for positions [0, num_positions)."""

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.config import LoadFormat, StartError
 from engine.models import config_facts, gguf_config, gguf_tensors, safetensors_files
 from engine.models.gguf import GgufFile
+from engine.models.quantised import QuantisedWeight
 from engine.models.source import Source, read_json
 from engine.models.user_cache import cache_root, check_room, content_hash, write_atomically, write_bytes
 
@@ -56,6 +57,15 @@ class Weights(ABC):
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(transformers parameter name, tensor in `dtype`) for every stored parameter. Tensors may be views of a
         mapped file, private to this process: writing to one copies its pages. Raises StartError."""
+
+    def some_tensors(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """`tensors` for a reader who leaves most of them alone: each may be made when it is asked for, every time."""
+        return dict(self.tensors(dtype))
+
+    def quantised(self, name: str) -> QuantisedWeight | None:
+        """A matrix in the smallest form that holds what is stored; None if that is floating point. Raises
+        StartError."""
+        return None
 
 
 def open_weights(source: Source, *, cache_dir: str | None = None, load_format: LoadFormat = "auto") -> Weights:
@@ -128,8 +138,9 @@ class GgufWeights(Weights):
         self.gguf_metadata = self.gguf.metadata
         self.hf_config = gguf_config.hf_config(self.gguf)
         self.generation_config = gguf_config.generation_config(self.gguf)
-        self._names = gguf_tensors.parameter_names(self.gguf)
-        self.shapes = {parameter: self.gguf.tensors[name].shape for name, parameter in self._names.items()}
+        names = gguf_tensors.parameter_names(self.gguf)
+        self._names = {parameter: name for name, parameter in names.items()}
+        self.shapes = {parameter: self.gguf.tensors[name].shape for parameter, name in self._names.items()}
         self.content_hash = content_hash(path, root)
         self._folder = root / "gguf" / self.content_hash[:32]
 
@@ -151,6 +162,18 @@ class GgufWeights(Weights):
         else:
             yield from zip(self.shapes, self._derived(dtype), strict=True)
 
+    def some_tensors(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return _Derived(self, dtype)
+
+    def quantised(self, name: str) -> QuantisedWeight | None:
+        info = self.gguf.tensors[self._names[name]]
+        return gguf_tensors.quantised_parameter(self.gguf, info, gguf_config.family(self.gguf), self.hf_config)
+
+    def derive(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One parameter in `dtype`, past the cache. Raises KeyError, GgufError."""
+        info = self.gguf.tensors[self._names[name]]
+        return gguf_tensors.parameter(self.gguf, info, gguf_config.family(self.gguf), self.hf_config, dtype)
+
     def _cached(self, path: Path) -> safetensors_files.Shard | None:
         """The cached file if it is whole: right shapes, full length, and untouched since it was written."""
         try:
@@ -162,9 +185,27 @@ class GgufWeights(Weights):
         return shard if shard.shapes == self.shapes else None
 
     def _derived(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        kind = gguf_config.family(self.gguf)
         for name in self._names:
-            yield gguf_tensors.parameter(self.gguf, self.gguf.tensors[name], kind, self.hf_config, dtype)
+            yield self.derive(name, dtype)
+
+
+class _Derived(Mapping[str, Tensor]):
+    """A GGUF file's parameters, made anew at every look."""
+
+    def __init__(self, weights: GgufWeights, dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights.derive(name, self._dtype)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights.shapes)
+
+    def __len__(self) -> int:
+        return len(self._weights.shapes)
 
 
 def _seal(path: Path) -> None:

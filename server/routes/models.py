@@ -46,6 +46,7 @@ def _model(front: Front, name: str) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
         "architecture": info.architecture,
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "num_parameters": info.num_parameters,
         "sampling_defaults": neutral | given,
         "type": "model",

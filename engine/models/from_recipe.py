@@ -1,0 +1,35 @@
+"""From a recipe and a model's numbers to a backbone: the fused decoder, its linear layers quantised if that is wanted.
+
+Imports no transformers: this is how later starts load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend
+from engine.config import Quantization
+from engine.models.backbone import Backbone
+from engine.models.fused import FusedModel, FusedRecipe
+from engine.models.quantiser import Quantiser
+from engine.models.stopwatch import Stopwatch
+from engine.models.verdict import Kept
+from engine.models.weights import Weights
+
+
+def from_recipe(
+    kept: Kept,
+    recipe: FusedRecipe,
+    weights: Weights,
+    tensors: Mapping[str, Tensor],
+    backend: AttentionBackend,
+    quantization: Quantization,
+    watch: Stopwatch,
+) -> Backbone:
+    """weights: where quantised tensors come from; tensors: all others, by transformers' names. Raises StartError."""
+    quantiser = None if quantization == "none" else Quantiser(quantization, weights, tensors)
+    with watch.phase("pack"):
+        model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser)
+    return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)
