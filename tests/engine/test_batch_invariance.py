@@ -1,5 +1,5 @@
 """A request's tokens and logprobs do not depend on its neighbours, on chunking, on the prefix cache, on preemption
-or on the number of threads, bit for bit (KERNELS.md section 10), greedy and seeded, float32 and bfloat16.
+or on the number of threads, bit for bit (KERNELS.md section 10), greedy and seeded, float32, bfloat16 and quantised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig
 from engine.sampling_params import SamplingParams
 from tests.engine.harness import Generated, Harness
 from tests.engine.preempting import load_preempting
@@ -22,10 +22,22 @@ Result = list[tuple[list[int], list[float]]]
 
 
 def config_of(
-    model: Path, dtype: str, *, budget: int = 2048, chunk: int = 512, caching: bool = True, threads: int = 2
+    model: Path,
+    dtype: str,
+    *,
+    quantization: Quantization = "none",
+    budget: int = 2048,
+    chunk: int = 512,
+    caching: bool = True,
+    threads: int = 2,
 ) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=str(model), dtype=dtype, max_model_len=1000),  # type: ignore[arg-type]  # parametrised
+        model=ModelConfig(
+            model=str(model),
+            dtype=dtype,  # type: ignore[arg-type]  # parametrised
+            quantization=quantization,
+            max_model_len=1000,
+        ),
         cache=CacheConfig(memory_bytes=400 << 20, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=budget, max_chunk_tokens=chunk),
         device=DeviceConfig(num_threads=threads),
@@ -56,9 +68,10 @@ def collect(harness: Harness, prompts: list[list[int]], params: list[SamplingPar
     return [row(r) for r in harness.run_each(prompts, params)]
 
 
-def check(model: Path, dtype: str, *, sizes: tuple[int, ...], alone: int) -> None:
+def check(model: Path, dtype: str, *, sizes: tuple[int, ...], alone: int, quantization: Quantization = "none") -> None:
     """`alone` requests run one by one give the truth for their place in every batch."""
-    with Harness(config_of(model, dtype)) as harness:
+    with Harness(config_of(model, dtype, quantization=quantization)) as harness:
+        assert (harness.engine.model_info.quantization == "none") == (quantization == "none")
         prompts, params = requests_of(harness.engine.model_info.vocab_size, max(sizes))
         assert harness.engine.model_info.batch_invariant
         truth = [collect(harness, [p], [q])[0] for p, q in zip(prompts[:alone], params, strict=False)]
@@ -66,10 +79,19 @@ def check(model: Path, dtype: str, *, sizes: tuple[int, ...], alone: int) -> Non
             got = collect(harness, prompts[:size], params[:size])
             assert got[:alone] == truth[:size], f"batch of {size}"
     for budget, chunk, caching, threads in ((64, 16, False, 2), (2048, 512, False, 1), (64, 16, True, 1)):
-        with Harness(config_of(model, dtype, budget=budget, chunk=chunk, caching=caching, threads=threads)) as harness:
+        config = config_of(
+            model,
+            dtype,
+            quantization=quantization,
+            budget=budget,
+            chunk=chunk,
+            caching=caching,
+            threads=threads,
+        )
+        with Harness(config) as harness:
             got = collect(harness, prompts, params)
             assert got[:alone] == truth, f"budget {budget}, chunk {chunk}, caching {caching}, threads {threads}"
-    with Harness(config_of(model, dtype), load_preempting) as harness:
+    with Harness(config_of(model, dtype, quantization=quantization), load_preempting) as harness:
         got = collect(harness, prompts, params)
         harness.settle()
         assert min(stats.num_preemptions for stats in harness.finished) >= 1
@@ -80,6 +102,18 @@ def check(model: Path, dtype: str, *, sizes: tuple[int, ...], alone: int) -> Non
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3"])
 def test_tiny_models_are_batch_invariant(kind: str, dtype: str, tmp_path: Path) -> None:
     check(tiny_folder(tmp_path, kind), dtype, sizes=(2, 7, 33, 64), alone=12)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_models_are_batch_invariant(quantization: Quantization, tmp_path: Path) -> None:
+    check(tiny_folder(tmp_path, "llama"), "bfloat16", sizes=(2, 7, 33, 64), alone=12, quantization=quantization)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("quantization", ["int8", "auto"])
+def test_a_real_quantised_model_is_batch_invariant(quantization: Quantization) -> None:
+    check(model_file("smollm2"), "bfloat16", sizes=(2, 7, 33, 64), alone=6, quantization=quantization)
 
 
 @pytest.mark.slow
