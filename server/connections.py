@@ -227,11 +227,11 @@ class Connection(HttpToolsProtocol):
     # -- clients that do not read -------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """More than `max_unread` waits for the client. A stream is cut off; a plain answer may be that large, its
-        writer waits."""
+        """More than `max_unread` waits for the client. A stream that piles up is cut off; a plain answer may be that
+        large, and so may a single event or a stream that is told anew: their writers wait."""
         super().pause_writing()
         exchange = self._exchange()
-        if exchange is not None and exchange.streaming:
+        if exchange is not None and exchange.piles_up:
             self._cut_off()
 
     def check_stall(self, now: float) -> None:

@@ -95,6 +95,8 @@ class LogStream(Response):
         self._keep_alive_s = keep_alive_s or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (exchange := scope.get("state", {}).get("exchange")) is not None:
+            exchange.replays = True  # megabytes may be there at once; the log holds them, whether it is read or not
         telling = asyncio.create_task(self._tell(send))
         gone = asyncio.create_task(client_gone(receive))
         try:

@@ -42,6 +42,7 @@ NOT_READY = {
 CLOSE = {"Connection": "close"}
 SHORTCUT = "shortcut"
 LINGER_S = 2.0  # how long the body of a refused request is taken
+LARGE_PIECE = 64 << 10  # bytes: of a body, whose writer waits until the client has most of it
 
 
 class Shortcut(Protocol):
@@ -153,11 +154,11 @@ class Exchange:
     the names of what was ignored. A route that gives its answer an id sets `request_id`, unless the client has.
 
     also_as_request_id: the id goes into the header request-id too, where Anthropic's clients look for it. shortcut:
-    the server's, if it has one."""
+    the server's, if it has one. replays: a stream of what is kept anyway; set by who writes it."""
 
     __slots__ = (
-        "_id_headers", "_ignored", "_send", "_shortcut", "bytes_sent", "complete", "failed", "request_id", "status",
-        "streaming",
+        "_id_headers", "_ignored", "_is_large", "_send", "_shortcut", "bytes_sent", "complete", "failed", "replays",
+        "request_id", "status", "streaming",
     )  # fmt: skip
 
     def __init__(
@@ -179,10 +180,20 @@ class Exchange:
         self.complete = False
         self.failed = False
         self.bytes_sent = 0
+        self.replays = False
+        self._is_large = False  # the last piece
+
+    @property
+    def piles_up(self) -> bool:
+        """Whether what waits for the client are its stream's many pieces: it does not read. Else it had no time to:
+        the last piece alone is large, or all of them were there at once."""
+        return self.streaming and not self.replays and not self._is_large
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body":
-            self.bytes_sent += len(message.get("body", b""))
+            num_bytes = len(message.get("body", b""))
+            self.bytes_sent += num_bytes
+            self._is_large = num_bytes >= LARGE_PIECE
             await self._send(message)
             self.complete = not message.get("more_body", False)
             return
@@ -205,6 +216,7 @@ class Exchange:
         so a piece may go past them."""
         assert self._shortcut is not None
         self.bytes_sent += len(body)
+        self._is_large = len(body) >= LARGE_PIECE
         self._shortcut.write(body)
 
 

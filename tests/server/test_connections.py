@@ -15,17 +15,20 @@ from starlette.types import Receive, Scope, Send
 
 from server import middleware
 from server.connections import ConnectionLimits, ServerConfig, check_stalls
+from server.event_log import EventLog, LogStream
 from server.lifecycle import Server
 from server.metrics import Metrics
 from server.middleware import BodyLimit, Exchange, RequestContext
 
 LIMITS = ConnectionLimits(max_connections=100, max_head=4096, head_timeout_s=30, max_unread=65536, max_stall_s=30)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+MUCH = (b"data: " + b"z" * 1016 + b"\n\n") * (8 << 10)
 
 
 class App:
     """Answers "ok"; /slow after half a second, /echo what it got, /length with a length, /stream sends `chunk` every
-    `pause_s` until the client is gone, /past the same past ASGI where it can, /large one plain answer of 4 MiB."""
+    `pause_s` until the client is gone, /past the same past ASGI where it can, /large one plain answer of 4 MiB,
+    /event a stream of one event of 8 MiB, /log the stream of a log of 8 MiB."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -40,6 +43,9 @@ class App:
         streaming = path in ("/stream", "/past")
         exchange: Exchange = scope["state"]["exchange"]
         assert not exchange.can_write
+        if path in ("/event", "/log"):
+            await self._much(scope, receive, send)
+            return
         headers = [(b"content-type", b"text/event-stream" if streaming else b"text/plain")]
         if path == "/length":
             headers.append((b"Content-Length", b"2"))
@@ -63,6 +69,18 @@ class App:
                 await send({"type": "http.response.body", "body": self.chunk, "more_body": True})
             await asyncio.wait({left}, timeout=self.pause_s)
         assert not exchange.can_write
+
+    async def _much(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/log":
+            log = EventLog()
+            log.append(MUCH)
+            log.publish(ended=True)
+            await LogStream(log, 0, metrics=Metrics(), keep_alive_s=0)(scope, receive, send)
+            return
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": MUCH, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
     async def _left(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -229,6 +247,29 @@ async def test_a_stream_that_is_read_goes_on(start, path: bytes) -> None:
     assert (running.app.num_past > 0) is (path == b"/past")
     assert not running.app.gone.is_set()
     assert not running.slow_clients()
+    writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/event", b"/log"])
+async def test_a_stream_that_is_there_at_once_waits_for_its_reader(start, path: bytes) -> None:
+    running = await start()
+    answer = await running.exchange(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path)
+    assert answer.count(b"z" * 1016) > 0.99 * (8 << 10)  # the rest is cut by a chunk's frame
+    assert answer.endswith(b"\r\n0\r\n\r\n")
+    assert not running.slow_clients()
+
+
+@pytest.mark.parametrize("path", [b"/event", b"/log"])
+async def test_it_does_not_wait_for_ever(start, path: bytes) -> None:
+    running = await start(max_stall_s=0.3)
+    _, writer = await running.connect(receive_buffer=4096)
+    writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        check_stalls(running.server.server_state)
+        if running.slow_clients():
+            break
+    assert running.slow_clients()
     writer.close()
 
 
