@@ -3,14 +3,15 @@
 Its strings and patterns are quoted (`quoted_pattern.py`), all else means the same. But the compiler's lexer looks one
 byte ahead, and an escape has two: where one terminal could go on with an escape, no other one that begins with an
 escape would ever be found. So rules that do not refer to themselves become one terminal, whose parts need no lexer.
-Those that do stay rules, as long as there can be no such pair of terminals.
+Those that do stay rules, as long as there can be no such pair of terminals. What a grammar ignores is no such terminal
+where it is ignored one by one.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -33,6 +34,10 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _BLANKS = re.compile(r"\s*")
+_END = r"[ \t]*(?:(?://|#)[^\n]*)?(?:\r?\n|\Z)"
+_LINE_END = re.compile(_END)
+_CHARS = re.compile(r"/(\[\^?(?:\\.|[^\[\]\\])+\]|\\s)\+?/")
+_IGNORED = re.compile(rf"%ignore[ \t]+(\w+)(?={_END})")
 _NAMES = re.compile(r"(\w+)[ \t]*(?:->[ \t]*(\w+))?")
 _HEX = re.compile(r"\\(?:x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/]")
@@ -76,18 +81,21 @@ def quoted_grammar(source: str) -> str:
 
 
 def _tokens(source: str) -> Iterator[_Token]:
-    at = 0
+    at, before = 0, ""
+    ignored = frozenset(_IGNORED.findall(source))
     while found := _TOKEN.match(source, at):
         at, kind, text = found.end(), str(found.lastgroup), found[0]
-        if kind == "special":
+        if before == "%ignore" and _LINE_END.match(source, at) and (char := _ignored_char(text)) is not None:
+            yield _Token("pattern", f"/{quoted(char)}/")
+        elif kind == "special":
             raise Unquotable(f"names the special token {text}, which is no text")
-        if kind == "directive":
+        elif kind == "directive":
             value, at = _value(source, at)
             if text == "%json" or (text == "%regex" and "\\" in value):
                 raise Unquotable(f"has a {text}" + " with escaped characters" * (text == "%regex"))
             yield _Token("options" if text == "%llguidance" else "terminal", text + value)
         elif kind == "import":
-            yield from _imported(text)
+            yield from _imported(text, ignored)
         elif kind in _QUOTING:
             made = _QUOTING[kind](text)
             yield _Token(kind, made, made != text)
@@ -95,6 +103,7 @@ def _tokens(source: str) -> Iterator[_Token]:
             yield _Token(kind, text)
         else:
             yield _Token(kind, " ")
+        before = text if kind != "blank" else before
 
 
 # -- terminals ----------------------------------------------------------------------------------------------------
@@ -122,6 +131,12 @@ def _without_case(char: str) -> str:
     return spelled(char) if char in ESCAPES else f"(?i:{_META.sub(lambda found: chr(92) + found[0], char)})"
 
 
+def _ignored_char(text: str) -> str | None:
+    """The pattern of one character, where the grammar ignores such characters one after the other; None elsewhere."""
+    found = _CHARS.fullmatch(text) or _CHARS.fullmatch(f"/{_COMMON.get(text)}/")
+    return found[1] if found else None
+
+
 def _range(text: str) -> str:
     start, end = re.findall(r'"(?:\\.|[^"\\\n])*"', text)
     try:
@@ -146,11 +161,12 @@ def _pattern(text: str) -> str:
 _QUOTING = {"string": _string, "range": _range, "pattern": _pattern}
 
 
-def _imported(text: str) -> Iterator[_Token]:
-    """The terminals' definitions, a line each; imports of those that need none stay."""
+def _imported(text: str, ignored: Collection[str]) -> Iterator[_Token]:
+    """The terminals' definitions, a line each; imports of those that need none stay. ignored: names of terminals."""
     for name, alias in _NAMES.findall(text.partition("common")[2]):
         if name in _COMMON:
-            yield _Token("definition", f"{alias or name}: /{quoted(_COMMON[name])}/", True)
+            counts = name not in ignored or _ignored_char(name) is None
+            yield _Token("definition", f"{alias or name}: /{quoted(_COMMON[name])}/", counts)
         else:
             yield _Token("definition", f"%import common.{name}" + (f" -> {alias}" if alias else ""))
         yield _Token("newline", "\n")

@@ -125,6 +125,10 @@ GRAMMARS: dict[str, str] = {
     'start: "a" | start "b"': r"ab*",  # refers to itself
     'start: "(" start? ")" | "\\n" | "\\""': r'\(*(?:\n|"|\(\))\)*',
     'start: "a" (start | %lark {\nstart: "b\\n"\n})': r"a+b\n",
+    'start: "(" start* ")" | S\n%import common.ESCAPED_STRING -> S\n%import common.WS\n%ignore WS # blanks': (
+        r'[()"ab \t\n\\N]*'
+    ),
+    'start: "a" start? "b" | "x"\n%ignore /[ \\n]+/\n': r"[abx \n]*",
     'x[lazy]: /a\\n+/\nstart: x "b"': r"a\nb",
     'start: %regex {"substring_words": "a b"} "\\n"\n%llguidance {}': r"(?:a|a |a b| b|b| )?\n",
 }  # fmt: skip
@@ -167,7 +171,8 @@ def test_lines_of_a_patch_end() -> None:
         ('start: S\nS: %regex {"substring_chars": "a\\nb"}', "has a %regex with escaped characters"),
         ("start: /(?x) a/", "the flag x"),
         ('start: "(" start ")" | /.*/ "\\n"', "refer to themselves"),
-        ('start: "(" start ")" | S\nS: "a" "\\n"*\n%import common.WS\n%ignore WS', "refer to themselves"),
+        ('start: "(" start ")" | S T\nS: "a" "\\n"*\nT: "\\t"*', "refer to themselves"),
+        ('start: "(" start ")" | S\nS: "a" "\\n"*\n%import common.WS\n%ignore WS "b"', "refer to themselves"),
     ],
 )
 def test_what_no_quoting_can_keep_is_said(source: str, words: str) -> None:
