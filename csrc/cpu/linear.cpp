@@ -60,10 +60,13 @@ struct Finish {
   }
 };
 
-// While a panel is multiplied the next one is fetched, all of it by one tile or half each by the first two, so that the
-// memory is busy during the arithmetic of every tile. The last panel fetches past its end, which is harmless.
-Ahead look_ahead(const char* panel, int64_t bytes, int64_t tile, int64_t tiles) {
-  if (tiles == 1) return {panel + bytes, kLine};
+// What a tile fetches while it computes. Several tiles per panel: the next panel, half of it by each of the first two.
+// One tile: its own panel, a little ahead; with few rows nothing, as the arithmetic is then so short that the processor
+// itself keeps the memory busy, and prefetching ones would only be in its way (at one row they cost a third of the
+// bandwidth). The last panel fetches past its end, which is harmless.
+Ahead look_ahead(const char* panel, int64_t bytes, int64_t rows, int64_t tile, int64_t tiles) {
+  constexpr int64_t kFewRows = 4, kNear = 8 << 10;
+  if (tiles == 1) return rows <= kFewRows ? Ahead{panel, 0} : Ahead{panel + kNear, kLine};
   if (tile < 2) return {panel + bytes + tile * bytes / 2, kLine / 2};
   return {panel, 0};
 }
@@ -148,7 +151,7 @@ struct Worker {
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t at = tile_start(t);
       const int count = int(tile_start(t + 1) - at);
-      const Ahead ahead = look_ahead(panel, plan.panel_bytes, t, tiles);
+      const Ahead ahead = look_ahead(panel, plan.panel_bytes, rows, t, tiles);
       Tiles::multiply(count, prepared + at * row_bytes, panel, plan.steps, ahead, sums);
       for (int r = 0; r < count; ++r) finish.template row<Out>(sums + r * kPanelColumns, first + at + r);
     }

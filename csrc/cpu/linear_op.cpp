@@ -6,6 +6,7 @@
 #include "check.h"
 #include "cpu/activation_kind.h"
 #include "cpu/isa.h"
+#include "cpu/weight_memory.h"
 #include "op_list.h"
 
 namespace pagemill {
@@ -78,7 +79,7 @@ Tensor pack_linear(const Tensor weight, bool gated) {
   const int64_t panels = packed_panels(n, gated), steps = packed_steps(k, bf16);
   const std::vector<int64_t> shape = bf16 ? std::vector<int64_t>{panels, steps, kPanelColumns, 2}
                                           : std::vector<int64_t>{panels, steps, kPanelColumns};
-  Tensor packed = torch::stable::new_empty(weight, shape);
+  Tensor packed = new_weight(weight, shape);
   const PackArgs args{bytes_of(weight), weight.stride(0), mutable_bytes_of(packed), n, k, bf16, gated};
   const KernelTable& table = kernels();
   torch::stable::parallel_for(0, panels, 4, [&](int64_t begin, int64_t end) { table.pack_linear(args, begin, end); });

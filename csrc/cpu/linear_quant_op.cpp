@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "cpu/isa.h"
+#include "cpu/weight_memory.h"
 #include "op_list.h"
 
 namespace pagemill {
@@ -63,7 +64,7 @@ Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::op
   const uint16_t* minimum_data = minimums.has_value() ? halves(op, "minimums", *minimums, n, groups) : nullptr;
   const QuantFormat format{static_cast<int>(bits), minimums.has_value()};
   const int64_t panels = (n + kPanelColumns - 1) / kPanelColumns;
-  Tensor packed = torch::stable::new_empty(values, {panels, groups, quant_group_bytes(format)});
+  Tensor packed = new_weight(values, {panels, groups, quant_group_bytes(format)});
   const PackQuantArgs args{reinterpret_cast<const uint8_t*>(bytes_of(values)), values.stride(0), scale_data, minimum_data,
                            mutable_bytes_of(packed), n, k, format};
   const KernelTable& table = kernels();

@@ -146,6 +146,20 @@ def test_the_residual_is_what_two_operations_give(dtype: torch.dtype) -> None:
         assert torch.equal(got, residual + ops.linear(x, packed, bias, n)), (m, n, k)
 
 
+def test_weights_come_and_go_in_any_order() -> None:
+    """Packed weights share chunks of memory; the middle one of each kind is larger than a chunk."""
+    sizes = [(64, 40), (3000, 576), (16000, 1100), (5000, 1000)] * 3
+    weights = [random(n, k, dtype=torch.bfloat16, seed=i) for i, (n, k) in enumerate(sizes)]
+    packed = {i: ops.pack_linear(w) for i, w in enumerate(weights)}
+    first = {i: p.clone() for i, p in packed.items()}
+    for gone in [3, 0, 7, 2, 1, 11, 5]:
+        del packed[gone]
+        again = ops.pack_linear(weights[gone])
+        assert torch.equal(again, first[gone])
+        assert all(torch.equal(p, first[i]) for i, p in packed.items())
+        assert again.data_ptr() % 64 == 0
+
+
 def test_no_rows() -> None:
     packed = ops.pack_linear(random(10, 8, dtype=torch.float32))
     assert ops.linear(torch.empty(0, 8), packed, None, 10).shape == (0, 10)
