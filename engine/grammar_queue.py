@@ -42,7 +42,7 @@ class Workers:
     async def run(self, level: int, client: str, work: Callable[[], Made]) -> Made:
         """What `work` returns. The turn ends with the work, though whoever waits may have left before.
 
-        Raises NotServing after `close`."""
+        Raises NotServing after `close`, QueueFull where the machine has no thread left."""
         await self._turns.take(level, client)
         if self._closed:
             self._turns.give(level)
@@ -55,7 +55,11 @@ class Workers:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self._turns.give, level)
 
-        future = self._pool.submit(work)
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError as error:
+            self._turns.give(level)
+            raise QueueFull("No thread can be started for this grammar. Please try again later.") from error
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 

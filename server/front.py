@@ -200,9 +200,9 @@ class Front:
         self.metrics.grammar(time.monotonic() - started, cached=cached)
 
     def _client(self, request: Request) -> str:
-        """Whom a request comes from, so that clients can take turns: its key, else its address."""
-        if self.settings.api_key:
-            return request.headers.get("authorization") or request.headers.get("x-api-key", "")
+        """Whom a request comes from, so that clients can take turns: the key that let it in, else its address."""
+        if key := request.scope.get("state", {}).get("key_digest"):
+            return str(key)
         return request.client.host if request.client is not None else ""
 
     def error_view(self, error: Exception) -> ApiError:

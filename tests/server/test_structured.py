@@ -239,3 +239,28 @@ async def test_who_leaves_while_a_grammar_compiles_is_not_waited_for() -> None:
     await create_app(Settings(), engine)(scope, receive, send)
     assert sent[0]["status"] == 499
     await eventually(lambda: left)
+
+
+async def test_a_client_is_its_key_in_whatever_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, clients = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER), []
+
+    async def compile(structured: StructuredOutput, client: str = "") -> bool:
+        clients.append(client)
+        return True
+
+    monkeypatch.setattr(engine, "compile", compile)
+    keys = ("sk-one", "sk-two")
+    body = {"prompt": "Hi", "max_tokens": 1, "guided_regex": "a+"}
+    async with client_of(engine, api_key=keys) as client:
+        for headers in (
+            {"authorization": "Bearer sk-one"},
+            {"authorization": "bearer sk-one"},
+            {"x-api-key": "sk-one"},
+            {"authorization": "Bearer made-up", "x-api-key": "sk-one"},
+            {"authorization": "Basic made-up", "x-api-key": "sk-one"},
+            {"authorization": "Bearer sk-two"},
+        ):
+            assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    assert len(set(clients[:-1])) == 1
+    assert clients[-1] != clients[0]
+    assert all("sk-" not in name for name in clients)
