@@ -31,6 +31,17 @@ Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::op
 Tensor linear_quant(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
                     bool float32_out);
 
+int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor> layers,
+                       const std::vector<int64_t> sizes, const std::vector<int64_t> windows,
+                       const std::vector<int64_t> ropes, double scale, double softcap, double embedding_scale,
+                       const std::vector<double> eps, std::string variants, std::string activation);
+void decoder_destroy(int64_t handle);
+void decoder_attach(int64_t handle, const std::vector<Tensor> ropes, const std::vector<Tensor> key_caches,
+                    const std::vector<Tensor> value_caches);
+Tensor decoder_forward(int64_t handle, const Tensor input_ids, const Tensor positions, const Tensor block_tables,
+                       const Tensor query_start_loc, const Tensor seq_lens, const Tensor slot_mapping,
+                       const std::optional<Tensor> logits_indices);
+
 Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant);
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);
 Tensor activation(const Tensor x, std::string kind);

@@ -24,6 +24,14 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
       "Tensor? residual) -> Tensor");
   library.def("pack_linear_quant(Tensor values, Tensor scales, Tensor? minimums, int bits) -> Tensor");
   library.def("linear_quant(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
+  library.def(
+      "decoder_create(Tensor[] ends, Tensor[] layers, int[] sizes, int[] windows, int[] ropes, float scale, "
+      "float softcap, float embedding_scale, float[] eps, str variants, str activation) -> int");
+  library.def("decoder_destroy(int handle) -> ()");
+  library.def("decoder_attach(int handle, Tensor[] ropes, Tensor[] key_caches, Tensor[] value_caches) -> ()");
+  library.def(
+      "decoder_forward(int handle, Tensor input_ids, Tensor positions, Tensor block_tables, Tensor query_start_loc, "
+      "Tensor seq_lens, Tensor slot_mapping, Tensor? logits_indices) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");
   library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
   library.def("activation(Tensor x, str kind) -> Tensor");
@@ -39,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CompositeExplicitAutograd, library) {
   library.impl("isa", TORCH_BOX(&pagemill::isa));
   library.impl("isa_levels", TORCH_BOX(&pagemill::isa_levels));
   library.impl("set_isa", TORCH_BOX(&pagemill::set_isa));
+  library.impl("decoder_destroy", TORCH_BOX(&pagemill::decoder_destroy));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
@@ -51,6 +60,9 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("linear", TORCH_BOX(&pagemill::linear));
   library.impl("pack_linear_quant", TORCH_BOX(&pagemill::pack_linear_quant));
   library.impl("linear_quant", TORCH_BOX(&pagemill::linear_quant));
+  library.impl("decoder_create", TORCH_BOX(&pagemill::decoder_create));
+  library.impl("decoder_attach", TORCH_BOX(&pagemill::decoder_attach));
+  library.impl("decoder_forward", TORCH_BOX(&pagemill::decoder_forward));
   library.impl("rms_norm", TORCH_BOX(&pagemill::rms_norm));
   library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::fused_add_rms_norm));
   library.impl("activation", TORCH_BOX(&pagemill::activation));

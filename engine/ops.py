@@ -187,6 +187,67 @@ def linear_quant(
     return out
 
 
+# ---- a decoder of the Llama shape -----------------------------------------------------------------------------
+
+
+def decoder_create(
+    ends: Sequence[Tensor],  # embedding [vocabulary, hidden_size], last norm [hidden_size], head from pack_linear
+    layers: Sequence[Tensor],  # the tensors of LayerTensors, layer by layer; an empty one: there is no such part
+    *,
+    sizes: Sequence[int],  # query heads, kv heads, head size, intermediate size, rows of the head
+    windows: Sequence[int],  # per layer: tokens a query sees, itself included; 0: all
+    ropes: Sequence[int],  # per layer: which pair of tables
+    scale: float,
+    softcap: float,  # 0: none
+    embedding_scale: float,  # 1: none
+    eps: Sequence[float],  # of the six norms of a layer and the last one
+    variants: Sequence[NormVariant],  # likewise
+    activation: ActivationKind,
+) -> int:
+    """A handle of a decoder that keeps these tensors alive until decoder_destroy; all of one dtype, biases of either.
+
+    It computes what the ops of this file compute when called one by one, to the bit."""
+    handle: int = _ops.decoder_create(
+        list(ends), list(layers), list(sizes), list(windows), list(ropes), scale, softcap, embedding_scale,
+        list(eps), ",".join(variants), activation,
+    )  # fmt: skip
+    return handle
+
+
+def decoder_destroy(handle: int) -> None:
+    """Let go of everything the handle keeps. A forward in progress ends first; unknown handles are ignored."""
+    _ops.decoder_destroy(handle)
+
+
+def decoder_attach(
+    handle: int,
+    ropes: Sequence[Tensor],  # [num_positions, head_dim] each: cos, sin, cos, sin, ..., sin's first half negated
+    key_caches: Sequence[Tensor],  # per layer, as in reshape_and_cache; all with the same number of blocks
+    value_caches: Sequence[Tensor],
+) -> None:
+    """What later forwards read and write, until the next call."""
+    _ops.decoder_attach(handle, list(ropes), list(key_caches), list(value_caches))
+
+
+def decoder_forward(
+    handle: int,
+    input_ids: Tensor,  # [num_tokens], int64
+    positions: Tensor,  # [num_tokens], int64: rows of the rotary tables
+    block_tables: Tensor,  # as in paged_attention
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,  # as in reshape_and_cache
+    logits_indices: Tensor | None,  # [num_rows], int64: tokens, in any order and number
+) -> Tensor:
+    """One step: logits [num_rows, vocabulary], float32; without indices the hidden states [num_tokens, hidden_size]
+    behind the last norm. K and V of every token go to the caches. Runs on torch.get_num_threads() threads of csrc's
+    own, the calling one among them, without the interpreter's lock."""
+    out: Tensor = _ops.decoder_forward(
+        handle, input_ids, positions, block_tables, query_start_loc, seq_lens, slot_mapping, logits_indices
+    )
+    return out
+
+
 # ---- norms and activations ------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "batch_check.h"
 #include "check.h"
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
@@ -19,30 +20,6 @@ const int32_t* int32_argument(const char* argument, const Tensor& tensor) {
   check_cpu(kOp, argument, tensor);
   check_dtype(kOp, argument, tensor, ScalarType::Int);
   return static_cast<const int32_t*>(tensor.const_data_ptr());
-}
-
-// Raises unless the sequences partition the tokens and every visible key lies in a block that exists.
-void check_batch(const AttentionArgs& args, int64_t num_seqs, int64_t max_blocks, int64_t num_blocks, int64_t tokens) {
-  if (args.query_start[0] != 0) fail(kOp, "query_start_loc", "wanted 0 first, got ", args.query_start[0]);
-  for (int64_t seq = 0; seq < num_seqs; ++seq) {
-    const int64_t begin = args.query_start[seq], end = args.query_start[seq + 1], seq_len = args.seq_lens[seq];
-    if (end < begin || end > tokens) {
-      fail(kOp, "query_start_loc", "wanted ascending offsets up to ", tokens, " tokens, got ", begin, " then ", end);
-    }
-    if (seq_len < 0 || seq_len > max_blocks * args.block_size) {
-      fail(kOp, "seq_lens", "wanted lengths from 0 to ", max_blocks * args.block_size,
-           " (what a row of block_tables holds), got ", seq_len);
-    }
-    if (begin == end) continue;
-    const KeyRange first = visible_keys(args, seq_len - (end - begin), seq_len);
-    const int32_t* table = args.block_tables + seq * args.table_stride;
-    for (int64_t block = first.begin / args.block_size; block * args.block_size < seq_len; ++block) {
-      if (table[block] < 0 || table[block] >= num_blocks) {
-        fail(kOp, "block_tables", "wanted block ids below ", num_blocks, " where keys are visible, got ", table[block],
-             " for sequence ", seq, ", block ", block);
-      }
-    }
-  }
 }
 
 void check_cache(const char* argument, const Tensor& cache, const Tensor& query) {
@@ -131,7 +108,7 @@ void paged_attention(Tensor out, const Tensor query, const Tensor key_cache, con
   args.softcap = static_cast<float>(softcap);
   args.causal = causal;
   args.type = type;
-  check_batch(args, num_seqs, block_tables.size(1), num_blocks, tokens);
+  check_batch(kOp, args, num_seqs, block_tables.size(1), num_blocks, tokens);
   const int64_t num_threads = torch::stable::get_num_threads();
   run_attention(kernels(), args, num_seqs, {num_threads, kAloneBelow, parallel});
   const int64_t row_bytes = value_dim * element_bytes(type);

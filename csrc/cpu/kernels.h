@@ -16,6 +16,7 @@
 #include "cpu/linear.h"
 #include "cpu/linear_quant.h"
 #include "cpu/norm.h"
+#include "cpu/rotary.h"
 #include "cpu/sampler.h"
 
 // One line per kernel: its name and parameters. All return nothing.
@@ -28,6 +29,8 @@
   KERNEL(pack_linear_quant, (const pagemill::PackQuantArgs& args, int64_t panel_begin, int64_t panel_end)) \
   KERNEL(linear_quant, (const pagemill::LinearQuantArgs& args, int64_t* next)) \
   KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \
+  KERNEL(rotate, (const pagemill::RotaryArgs& args, int64_t token_begin, int64_t token_end)) \
+  KERNEL(embed, (const pagemill::EmbedArgs& args, int64_t token_begin, int64_t token_end)) \
   KERNEL(activation, (const pagemill::ActivationArgs& args, int64_t begin, int64_t end)) \
   KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end)) \
   KERNEL(sample, (const pagemill::SampleArgs& args, int64_t row_begin, int64_t row_end)) \

@@ -7,6 +7,7 @@
 #include "cpu/activation_kind.h"
 #include "cpu/isa.h"
 #include "cpu/weight_memory.h"
+#include "linear_check.h"
 #include "op_list.h"
 
 namespace pagemill {
@@ -14,37 +15,6 @@ namespace {
 
 // A second thread must save more than it costs to wake: at one row this is 1 MiB of bfloat16 weights, about 40 us.
 constexpr int64_t kWorkPerThread = 1 << 19;
-
-std::vector<float> read_bias(const char* op, const std::optional<Tensor>& bias, int64_t out_features, bool gated) {
-  if (!bias.has_value()) return {};
-  check_cpu(op, "bias", *bias);
-  if (gated) out_features *= 2;
-  check_shape(op, "bias", *bias, gated ? "[2 * out_features]" : "[out_features]", {out_features});
-  check_contiguous(op, "bias", *bias);
-  std::vector<float> values(static_cast<size_t>(out_features));
-  if (element_type(op, "bias", *bias) == ElementType::f32) {
-    std::memcpy(values.data(), bytes_of(*bias), values.size() * sizeof(float));
-  } else {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(bytes_of(*bias));
-    for (size_t i = 0; i < values.size(); ++i) {
-      const uint32_t bits = static_cast<uint32_t>(halves[i]) << 16;
-      std::memcpy(&values[i], &bits, sizeof(float));
-    }
-  }
-  return values;
-}
-
-// What the packed weight of these features must look like.
-void check_packed(const char* op, const Tensor& packed, int64_t panels, int64_t steps, bool bf16) {
-  check_contiguous(op, "packed", packed);
-  if (bf16) {
-    check_shape(op, "packed", packed, "[panels, steps, 32, 2] as pack_linear made it for these features",
-                {panels, steps, kPanelColumns, 2});
-  } else {
-    check_shape(op, "packed", packed, "[panels, in_features, 32] as pack_linear made it for these features",
-                {panels, steps, kPanelColumns});
-  }
-}
 
 void check_residual(const char* op, const Tensor& residual, bool gated, int64_t rows, int64_t out_features,
                     ScalarType type) {
@@ -97,8 +67,10 @@ Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> b
   check_dtype(op, "packed", packed, x.scalar_type());
   const int64_t rows = x.size(0), k = x.size(1);
   if (out_features < 1) fail(op, "out_features", "wanted at least 1, got ", out_features);
-  check_packed(op, packed, packed_panels(gated ? 2 * out_features : out_features, gated), packed_steps(k, bf16), bf16);
-  const std::vector<float> bias_values = read_bias(op, bias, out_features, gated);
+  check_packed(op, "packed", packed, packed_panels(gated ? 2 * out_features : out_features, gated), packed_steps(k, bf16));
+  const std::vector<float> bias_values = bias.has_value()
+                                             ? read_bias(op, "bias", *bias, gated ? 2 * out_features : out_features)
+                                             : std::vector<float>{};
   const bool bf16_out = bf16 && !float32_out;
   const ScalarType out_type = bf16_out ? ScalarType::BFloat16 : ScalarType::Float;
   if (residual.has_value()) check_residual(op, *residual, gated, rows, out_features, out_type);

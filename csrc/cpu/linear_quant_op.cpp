@@ -6,6 +6,7 @@
 #include "check.h"
 #include "cpu/isa.h"
 #include "cpu/weight_memory.h"
+#include "linear_check.h"
 #include "op_list.h"
 
 namespace pagemill {
@@ -13,19 +14,6 @@ namespace {
 
 // A second thread must save more than it costs to wake: at one row this is about 1 MiB of 8-bit weights.
 constexpr int64_t kQuantWorkPerThread = 1 << 20;
-
-constexpr QuantFormat kFormats[] = {{8, false}, {8, true}, {4, false}, {4, true}};
-
-// A packed tensor says by its last dimension how its groups look.
-QuantFormat format_of(const char* op, const Tensor& packed) {
-  check_cpu(op, "packed", packed);
-  check_dtype(op, "packed", packed, ScalarType::Byte);
-  check_shape(op, "packed", packed, "[out_features / 32, in_features / 32, bytes of a group]", {-1, -1, -1});
-  check_contiguous(op, "packed", packed);
-  for (const QuantFormat& format : kFormats)
-    if (packed.size(2) == quant_group_bytes(format)) return format;
-  fail(op, "packed", "wanted a tensor from pack_linear_quant, got shape ", shape_text(packed));
-}
 
 const uint16_t* halves(const char* op, const char* argument, const Tensor& tensor, int64_t n, int64_t groups) {
   check_cpu(op, argument, tensor);
@@ -80,12 +68,9 @@ Tensor linear_quant(const Tensor x, const Tensor packed, const std::optional<Ten
   check_shape(op, "x", x, "[rows, in_features]", {-1, -1});
   check_rows(op, "x", x);
   const bool bf16 = element_type(op, "x", x) == ElementType::bf16;
-  const QuantFormat format = format_of(op, packed);
   const int64_t rows = x.size(0), k = x.size(1);
   if (out_features < 1) fail(op, "out_features", "wanted at least 1, got ", out_features);
-  const int64_t panels = (out_features + kPanelColumns - 1) / kPanelColumns;
-  check_shape(op, "packed", packed, "[out_features / 32, in_features / 32, bytes of a group]",
-              {panels, quant_groups(k), quant_group_bytes(format)});
+  const QuantFormat format = check_packed_quant(op, "packed", packed, k, out_features);
   if (bias.has_value()) {
     check_cpu(op, "bias", *bias);
     check_dtype(op, "bias", *bias, ScalarType::Float);

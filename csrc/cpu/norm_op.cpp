@@ -3,19 +3,13 @@
 
 #include "check.h"
 #include "cpu/isa.h"
+#include "cpu/norm_variant.h"
 #include "op_list.h"
 
 namespace pagemill {
 namespace {
 
 constexpr int64_t kElementsPerThread = 1 << 15;
-
-NormVariant parse_variant(const char* op, const std::string& name) {
-  if (name == "llama") return NormVariant::llama;
-  if (name == "gemma") return NormVariant::gemma;
-  if (name == "f32") return NormVariant::float32;
-  fail(op, "variant", "wanted llama, gemma or f32, got ", name);
-}
 
 Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps,
            const std::string& variant) {

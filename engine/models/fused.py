@@ -22,6 +22,7 @@ from torch.nn import functional
 from engine import ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.config import StartError
+from engine.models.native_decoder import DecoderShape, LayerTensors, NativeDecoder
 from engine.models.quantised import QuantisedWeight, join
 from engine.models.quantiser import Quantiser
 from engine.models.rope_table import RopeTable
@@ -125,35 +126,50 @@ def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 class _Norm:
     def __init__(self, weight: Tensor, recipe: NormRecipe) -> None:
-        self._weight, self._eps, self._variant = weight, recipe.eps, recipe.variant
+        self.weight, self._eps, self._variant = weight, recipe.eps, recipe.variant
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self._weight, self._eps, self._variant)
+        return ops.rms_norm(x, self.weight, self._eps, self._variant)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual += x, then the norm of the sum."""
-        return ops.fused_add_rms_norm(x, residual, self._weight, self._eps, self._variant)
+        return ops.fused_add_rms_norm(x, residual, self.weight, self._eps, self._variant)
 
 
 class _Linear:
-    """PackedLinear without a module's overhead: x [num_tokens, in_features]."""
+    """PackedLinear without a module's overhead: x [num_tokens, in_features].
+
+    gate: weight's rows are a gate's and then another half's; the result is activation(gate) * half."""
 
     def __init__(
-        self, weight: Tensor | QuantisedWeight, bias: Tensor | None, out_dtype: torch.dtype | None = None
+        self,
+        weight: Tensor | QuantisedWeight,
+        bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        gate: ActivationKind | None = None,
     ) -> None:
-        self._out_features, self._out_dtype = weight.shape[0], out_dtype
+        num_rows, self.in_features = weight.shape
+        self._is_quantised = isinstance(weight, QuantisedWeight)
+        self.bias, self._out_dtype, self._gate = bias, out_dtype, gate
         if isinstance(weight, QuantisedWeight):
-            self._packed, self._multiply = weight.pack(), ops.linear_quant
-            self._bias = None if bias is None else bias.float()
+            self.packed, self.out_features = weight.pack(), num_rows
+            self.bias = None if bias is None else bias.float()
         else:
-            self._packed, self._multiply, self._bias = ops.pack_linear(weight), ops.linear, bias
+            self.packed = ops.pack_linear(weight, gated=gate is not None)
+            self.out_features = num_rows if gate is None else num_rows // 2
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._packed, self._bias, self._out_features, out_dtype=self._out_dtype)
+        if self._is_quantised:
+            y = ops.linear_quant(x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype)
+            return y if self._gate is None else ACTIVATE_AND_MULTIPLY[self._gate](y)
+        return ops.linear(
+            x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype, activation=self._gate
+        )
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class _Weights:
@@ -172,16 +188,16 @@ class _Weights:
         except KeyError as error:
             raise StartError(f"The weights lack the tensor {name}.") from error
 
-    def linear(self, *names: str) -> _Linear:
+    def linear(self, *names: str, gate: ActivationKind | None = None) -> _Linear:
         """One packed product of several layers' rows."""
         has_bias = f"{names[0]}.bias" in self._tensors
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return self._packed(_Linear(self._matrix(*(f"{name}.weight" for name in names)), bias))
+        return self._packed(_Linear(self._matrix(*(f"{name}.weight" for name in names)), bias, gate=gate))
 
     def head(self) -> _Linear:
         """Of float32 logits."""
         name = EMBEDDING if self._recipe.is_tied else HEAD
-        return self._packed(_Linear(self._matrix(name, is_head=True), None, torch.float32))
+        return self._packed(_Linear(self._matrix(name, is_head=True), None, out_dtype=torch.float32))
 
     def _packed(self, linear: _Linear) -> _Linear:
         self.num_bytes += linear.num_bytes
@@ -230,9 +246,28 @@ class _Layer:
         self._key_norm = weights.norm_or_none(f"{attention}.k_norm")
         self._qkv = weights.linear(*(f"{attention}.{name}_proj" for name in "qkv"))
         self._output = weights.linear(f"{attention}.o_proj")
-        self._gate_up = weights.linear(f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj")
+        self._gate_up = weights.linear(f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj", gate=recipe.activation)
         self._down = weights.linear(f"{path}.mlp.down_proj")
-        self._activate = ACTIVATE_AND_MULTIPLY[recipe.activation]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self._down.in_features
+
+    def tensors(self) -> LayerTensors:
+        """As the native decoder wants them."""
+        norms = (
+            self.input_norm,
+            self._attention_norm,
+            self.middle_norm,
+            self._mlp_norm,
+            self._query_norm,
+            self._key_norm,
+        )
+        products = (self._qkv, self._output, self._gate_up, self._down)
+        return LayerTensors(
+            *(None if norm is None else norm.weight for norm in norms),
+            *(tensor for product in products for tensor in (product.packed, product.bias)),
+        )
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], backend: AttentionBackend) -> Tensor:
         recipe = self._recipe
@@ -258,7 +293,7 @@ class _Layer:
         return result if self._attention_norm is None else self._attention_norm(result)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        result = self._down(self._activate(self._gate_up(x)))
+        result = self._down(self._gate_up(x))
         return result if self._mlp_norm is None else self._mlp_norm(result)
 
 
@@ -308,6 +343,38 @@ class FusedModel:
         self.weight_bytes = weights.num_bytes
         self.quantization = "+".join(sorted(weights.kinds)) if any("int" in kind for kind in weights.kinds) else "none"
         self._ropes = [RopeTable(_Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
+        self.decoder = self._native_decoder(recipe) if backend.name == "native" else None
+
+    def _native_decoder(self, recipe: FusedRecipe) -> NativeDecoder:
+        """Over the same tensors: all of a forward in one call, to the same bits."""
+        behind_attention = "post_attention_layernorm" if recipe.is_sandwiched else ""
+        middle = "pre_feedforward_layernorm" if recipe.is_sandwiched else "post_attention_layernorm"
+        order = (
+            "input_layernorm",
+            behind_attention,
+            middle,
+            "post_feedforward_layernorm",
+            "q_norm",
+            "k_norm",
+            "norm",
+        )
+        norms = [recipe.norms.get(name) for name in order]
+        shape = DecoderShape(
+            num_query_heads=recipe.num_query_heads,
+            num_kv_heads=recipe.num_kv_heads,
+            head_dim=recipe.head_dim,
+            intermediate_size=self._blocks[0].intermediate_size,
+            vocab_size=self._head.out_features,
+            scale=recipe.scale,
+            softcap=recipe.softcap,
+            embedding_scale=None if self._embedding_scale is None else float(self._embedding_scale),
+            activation=recipe.activation,
+            norms=tuple(None if norm is None else (norm.eps, norm.variant) for norm in norms),
+            windows=tuple(layer.window for layer in recipe.layers),
+            ropes=tuple(layer.rope for layer in recipe.layers),
+        )
+        layers = [block.tensors() for block in self._blocks]
+        return NativeDecoder(shape, self._embedding, self._final_norm.weight, self._head.packed, layers)
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: rotary rows for positions [0, num_positions)."""
@@ -316,6 +383,8 @@ class FusedModel:
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """See Backbone.forward."""
+        if self.decoder is not None:
+            return self.decoder.forward(input_ids, positions, logits_indices, self.layers, self._ropes)
         return self.logits(self.hidden_states(input_ids, positions)[logits_indices])
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -324,6 +393,8 @@ class FusedModel:
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """See Backbone.hidden_states."""
+        if self.decoder is not None:
+            return self.decoder.forward(input_ids, positions, None, self.layers, self._ropes)
         residual = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden_size]
         if self._embedding_scale is not None:
             residual *= self._embedding_scale

@@ -46,6 +46,10 @@ class RopeTable(nn.Module):
             self._tables[key] = (torch.cat(cos), torch.cat(sin))
         self._num_positions = wanted
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """All of cos and sin, [num_positions, rotary_dim]; only of a table without layer types."""
+        return self._tables[None]
+
     @torch.no_grad()
     def _compute(self, key: str | None, start: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, start + PIECE).unsqueeze(0)

@@ -1,0 +1,299 @@
+// The walk through one step. Every thread of the team runs the same code over the same stages; within a stage pieces are
+// drawn from a counter, so a thread that lost its core holds up the others by one piece at most.
+//
+// Per layer: product (q, k, v), heads (norm, rotation, cache write), attention, product (output), residual sum and norm,
+// product (gate, up, with the activation, or a stage of its own for that), product (down), residual sum and norm. A stage costs well under a microsecond when
+// there is nothing to do, so what is tiny stands on its own instead of being computed by every thread for itself.
+#include "cpu/decoder.h"
+
+#include "cpu/scratch.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pagemill {
+namespace {
+
+constexpr int64_t kElementsPerPiece = 4096;  // of element-wise work: about a microsecond
+constexpr int64_t kCutAbove = 500000;        // multiply-adds of attention that are worth a second thread
+
+int64_t rows_per_piece(int64_t width) { return 1 + kElementsPerPiece / width; }
+
+// One step as its threads share it.
+struct Step {
+  const DecoderModel& model;
+  const DecoderBatch& batch;
+  const KernelTable& table;
+  int threads;
+  char* out;
+  const std::vector<DecoderSteps::Kind>& kinds;
+  DecoderSteps::Rows rows;
+  Stages& stages;
+  bool is_narrowed;  // fewer rows than tokens pass the last layer's second half
+};
+
+// One thread's way through it.
+class Walk {
+ public:
+  explicit Walk(Step& step)
+      : step_(step), model_(step.model), batch_(step.batch), rows_(step.rows), num_rows_(step.batch.num_tokens),
+        bytes_(element_bytes(step.model.type)), heads_width_((model_.num_query_heads + 2 * model_.num_kv_heads) *
+        model_.head_dim) {}
+
+  void run() {
+    embed();
+    for (size_t index = 0; index < model_.layers.size(); ++index) {
+      const DecoderLayer& layer = model_.layers[index];
+      const bool is_last = index + 1 == model_.layers.size();
+      multiply(layer.qkv, rows_.x, rows_.heads);
+      prepare_heads(layer);
+      if (is_last && batch_.wants_logits && batch_.num_wanted == 0) return;
+      attend(layer);
+      if (is_last && step_.is_narrowed) narrow();
+      multiply(layer.output, rows_.attended, rows_.projected);
+      add_and_norm(layer.behind_attention, layer.middle, rows_.x);
+      multiply(layer.gate_up, rows_.x, layer.gate_up.is_gated ? rows_.activated : rows_.gate_up);
+      if (!layer.gate_up.is_gated) activate();
+      multiply(layer.down, rows_.activated, rows_.projected);
+      const RowNorm& next = is_last ? model_.final_norm : model_.layers[index + 1].input;
+      add_and_norm(layer.behind_mlp, next, is_last && !batch_.wants_logits ? step_.out : rows_.x);
+    }
+    if (batch_.wants_logits) multiply(model_.head, rows_.x, step_.out, true);
+  }
+
+ private:
+  template <typename Work>
+  void stage(const Work& work) {
+    step_.stages.run(stage_++, work);
+  }
+
+  void embed() {
+    const EmbedArgs args{model_.embedding, batch_.ids, rows_.residual, model_.hidden, model_.embedding_scale,
+                         model_.type};
+    const NormArgs norm = norm_args(model_.layers[0].input, rows_.residual, rows_.x, model_.hidden);
+    stage([&](int64_t* next) {
+      draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+        step_.table.embed(args, begin, end);
+        step_.table.rms_norm(norm, begin, end);
+      });
+    });
+  }
+
+  void multiply(const Product& product, const char* x, char* out, bool float32_out = false) {
+    const bool bf16 = model_.type == ElementType::bf16, bf16_out = bf16 && !float32_out;
+    const int64_t in = product.in_features;
+    if (product.is_quantised) {
+      const LinearQuantArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features,
+                                 product.format, bf16, bf16_out, step_.threads};
+      return stage([&](int64_t* next) { step_.table.linear_quant(args, next); });
+    }
+    LinearArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features, bf16, bf16_out,
+                    step_.threads};
+    if (product.is_gated) {
+      args.epilogue = Epilogue::gated;
+      args.activation = model_.activation;
+    }
+    stage([&](int64_t* next) { step_.table.linear(args, next); });
+  }
+
+  // In place: norms and rotation of the query and key heads, then K and V into the cache.
+  void prepare_heads(const DecoderLayer& layer) {
+    const int64_t dim = model_.head_dim, query_heads = model_.num_query_heads, kv_heads = model_.num_kv_heads;
+    const RopeRows& rope = model_.ropes[static_cast<size_t>(layer.rope)];
+    char* key = rows_.heads + query_heads * dim * bytes_;
+    const RotaryArgs rotary{rows_.heads, rope.cos, rope.sin, batch_.positions, heads_width_, query_heads + kv_heads, dim,
+                            model_.type};
+    const CacheWrite write{key, key + kv_heads * dim * bytes_, layer.key_cache, layer.value_cache, batch_.slots,
+                           heads_width_, dim, heads_width_, dim, layer.key_block_stride, layer.value_block_stride,
+                           kv_heads, model_.block_size, dim, dim, model_.type};
+    stage([&](int64_t* next) {
+      draw(next, num_rows_, rows_per_piece(heads_width_), [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+          norm_heads(layer.query, rows_.heads + token * heads_width_ * bytes_, query_heads);
+          norm_heads(layer.key, key + token * heads_width_ * bytes_, kv_heads);
+        }
+        step_.table.rotate(rotary, begin, end);
+        step_.table.write_cache(write, begin, end);
+      });
+    });
+  }
+
+  void norm_heads(const RowNorm& norm, char* heads, int64_t count) {
+    if (norm.weight != nullptr) step_.table.rms_norm(norm_args(norm, heads, heads, model_.head_dim), 0, count);
+  }
+
+  void attend(const DecoderLayer& layer) {
+    const AttentionArgs args = attention_args(model_, batch_, rows_, layer);
+    const AttentionPlan& plan = plan_of(layer);
+    if (plan.count_pieces() > 0) {
+      stage([&](int64_t* next) {
+        char* scratch = static_cast<char*>(thread_scratch(static_cast<size_t>(plan.scratch_bytes())));
+        draw(next, plan.count_pieces(), 1,
+             [&](int64_t index, int64_t) { plan.run_piece(step_.table, args, index, scratch); });
+      });
+    }
+    stage([&](int64_t* next) {
+      char* scratch = static_cast<char*>(thread_scratch(static_cast<size_t>(plan.scratch_bytes())));
+      draw(next, plan.count_merges(), 1,
+           [&](int64_t index, int64_t) { plan.run_merge(step_.table, args, index, scratch); });
+    });
+  }
+
+  const AttentionPlan& plan_of(const DecoderLayer& layer) const {
+    for (const DecoderSteps::Kind& kind : step_.kinds) {
+      if (kind.window == layer.window) return kind.plan;
+    }
+    return step_.kinds.front().plan;  // not reached: run() made one for every window
+  }
+
+  // From here on only the rows whose logits are wanted.
+  void narrow() {
+    const int64_t attended = model_.num_query_heads * model_.head_dim * bytes_, hidden = model_.hidden * bytes_;
+    stage([&](int64_t* next) {
+      draw(next, batch_.num_wanted, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t from = batch_.wanted[row];
+          std::memcpy(rows_.wanted_attended + row * attended, rows_.attended + from * attended,
+                      static_cast<size_t>(attended));
+          std::memcpy(rows_.wanted_residual + row * hidden, rows_.residual + from * hidden,
+                      static_cast<size_t>(hidden));
+        }
+      });
+    });
+    rows_.attended = rows_.wanted_attended;
+    rows_.residual = rows_.wanted_residual;
+    num_rows_ = batch_.num_wanted;
+  }
+
+  // residual += projected, normed first where a norm stands behind the half; out = next norm of the sum.
+  void add_and_norm(const RowNorm& behind, const RowNorm& following, char* out) {
+    const NormArgs inner = norm_args(behind, rows_.projected, rows_.projected, model_.hidden);
+    NormArgs outer = norm_args(following, rows_.projected, out, model_.hidden);
+    outer.residual = rows_.residual;
+    stage([&](int64_t* next) {
+      draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+        if (behind.weight != nullptr) step_.table.rms_norm(inner, begin, end);
+        step_.table.rms_norm(outer, begin, end);
+      });
+    });
+  }
+
+  void activate() {
+    const ActivationArgs args{rows_.gate_up, rows_.activated, model_.intermediate, model_.activation, model_.type};
+    stage([&](int64_t* next) {
+      draw(next, num_rows_, rows_per_piece(model_.intermediate),
+           [&](int64_t begin, int64_t end) { step_.table.gated_activation(args, begin, end); });
+    });
+  }
+
+  NormArgs norm_args(const RowNorm& norm, const char* x, char* out, int64_t dim) const {
+    return {x, norm.weight, nullptr, out, 1, dim, 0, dim, norm.eps, norm.variant, model_.type};
+  }
+
+ public:
+  static AttentionArgs attention_args(const DecoderModel& model, const DecoderBatch& batch,
+                                      const DecoderSteps::Rows& rows, const DecoderLayer& layer) {
+    AttentionArgs args{};
+    args.query = rows.heads;
+    args.out = rows.attended;
+    args.key_cache = layer.key_cache;
+    args.value_cache = layer.value_cache;
+    args.block_tables = batch.block_tables;
+    args.query_start = batch.query_start;
+    args.seq_lens = batch.seq_lens;
+    args.table_stride = batch.table_stride;
+    args.query_token_stride = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim;
+    args.query_head_stride = args.out_head_stride = model.head_dim;
+    args.out_token_stride = model.num_query_heads * model.head_dim;
+    args.key_block_stride = layer.key_block_stride;
+    args.value_block_stride = layer.value_block_stride;
+    args.num_kv_heads = model.num_kv_heads;
+    args.group = model.num_query_heads / model.num_kv_heads;
+    args.block_size = model.block_size;
+    args.key_dim = args.value_dim = model.head_dim;
+    args.window = layer.window;
+    args.scale = model.scale;
+    args.softcap = model.softcap;
+    args.causal = true;
+    args.type = model.type;
+    return args;
+  }
+
+ private:
+  Step& step_;
+  const DecoderModel& model_;
+  const DecoderBatch& batch_;
+  DecoderSteps::Rows rows_;
+  int64_t num_rows_, bytes_, heads_width_;
+  int64_t stage_ = 0;
+};
+
+bool takes_all_rows(const DecoderBatch& batch) {
+  if (!batch.wants_logits) return true;
+  if (batch.num_wanted != batch.num_tokens) return false;
+  for (int64_t i = 0; i < batch.num_wanted; ++i) {
+    if (batch.wanted[i] != i) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, const KernelTable& table, int threads,
+                       char* out) {
+  Step step{model, batch, table, threads, out, kinds_, lay_out(model, batch), stages_, !takes_all_rows(batch)};
+  size_t num_kinds = 0;
+  for (const DecoderLayer& layer : model.layers) {
+    const auto end = kinds_.begin() + static_cast<int64_t>(num_kinds);
+    if (std::any_of(kinds_.begin(), end, [&](const Kind& kind) { return kind.window == layer.window; })) continue;
+    if (num_kinds == kinds_.size()) kinds_.emplace_back();
+    Kind& kind = kinds_[num_kinds++];
+    kind.window = layer.window;
+    kind.plan.make(Walk::attention_args(model, batch, step.rows, layer), batch.num_seqs, threads, kCutAbove);
+  }
+  // Tokens past the last sequence attend to nothing, in any layer.
+  const int64_t width = model.num_query_heads * model.head_dim * element_bytes(model.type);
+  const int64_t used = batch.query_start[batch.num_seqs];
+  std::memset(step.rows.attended + used * width, 0, static_cast<size_t>((batch.num_tokens - used) * width));
+  stages_.reset();
+  run_team(threads, [](void* shared) { Walk(*static_cast<Step*>(shared)).run(); }, &step);
+  stages_.rethrow();
+}
+
+DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const DecoderBatch& batch) {
+  const int64_t bytes = element_bytes(model.type), attended = model.num_query_heads * model.head_dim;
+  const int64_t heads = attended + 2 * model.num_kv_heads * model.head_dim;
+  const int64_t most = std::max(batch.num_tokens, batch.num_wanted);
+  Rows rows{};
+  const struct {
+    char** place;
+    int64_t count, width;
+  } parts[] = {
+      {&rows.residual, batch.num_tokens, model.hidden},
+      {&rows.x, most, model.hidden},
+      {&rows.heads, batch.num_tokens, heads},
+      {&rows.attended, batch.num_tokens, attended},
+      {&rows.projected, most, model.hidden},
+      {&rows.gate_up, model.layers[0].gate_up.is_gated ? 0 : most, 2 * model.intermediate},
+      {&rows.activated, most, model.intermediate},
+      {&rows.wanted_residual, batch.num_wanted, model.hidden},
+      {&rows.wanted_attended, batch.num_wanted, attended},
+  };
+  const auto aligned = [&](int64_t count, int64_t width) { return (count * width * bytes + 127) / 64 * 64; };
+  int64_t total = 0;
+  for (const auto& part : parts) total += aligned(part.count, part.width);
+  if (total > memory_bytes_) {
+    memory_.reset();
+    memory_bytes_ = 0;
+    memory_.reset(static_cast<char*>(::operator new[](static_cast<size_t>(total), std::align_val_t{64})));
+    memory_bytes_ = total;
+  }
+  char* next = memory_.get();
+  for (const auto& part : parts) {
+    *part.place = next;
+    next += aligned(part.count, part.width);
+  }
+  return rows;
+}
+
+}  // namespace pagemill

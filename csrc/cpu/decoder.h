@@ -1,0 +1,110 @@
+// A whole decoder of the Llama shape as one piece of work for a team of threads: what it is made of, what a step brings.
+//
+// Knows neither torch nor instruction sets: kernels come from the table, pointers from decoder_op.cpp. Every number is
+// rounded where the single ops round it, so a step gives the bits that those ops called one by one would give.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cpu/attention_plan.h"
+#include "cpu/kernels.h"
+#include "cpu/team.h"
+
+namespace pagemill {
+
+struct RowNorm {
+  const char* weight = nullptr;  // null: there is no such norm
+  float eps = 0;
+  NormVariant variant = NormVariant::llama;
+};
+
+// out = x @ weight.T + bias.
+struct Product {
+  const void* packed = nullptr;
+  const float* bias = nullptr;  // [out_features] or null
+  int64_t in_features = 0, out_features = 0;
+  bool is_gated = false;  // packed so: the result is activation(first half) * second half
+  bool is_quantised = false;
+  QuantFormat format{};  // if quantised
+};
+
+struct DecoderLayer {
+  RowNorm input, behind_attention, middle, behind_mlp;  // those behind a half stand before its residual sum
+  RowNorm query, key;                                   // per head
+  Product qkv, output, gate_up, down;
+  int64_t window = 0;  // tokens a query sees; 0: all
+  int64_t rope = 0;
+  char* key_cache = nullptr;    // [num_blocks, num_kv_heads, block_size, head_dim], as in cache.h
+  char* value_cache = nullptr;  // likewise
+  int64_t key_block_stride = 0, value_block_stride = 0;  // elements
+};
+
+struct RopeRows {
+  const char* cos = nullptr;  // [num_positions, head_dim]
+  const char* sin = nullptr;  // likewise, the first half negated
+};
+
+struct DecoderModel {
+  ElementType type = ElementType::f32;  // of weights, activations and caches
+  int64_t hidden = 0, intermediate = 0, num_query_heads = 0, num_kv_heads = 0, head_dim = 0;
+  float scale = 0, softcap = 0, embedding_scale = 1;  // softcap 0: none
+  ActivationKind activation = ActivationKind::silu;
+  const char* embedding = nullptr;  // [vocabulary, hidden]
+  RowNorm final_norm;
+  Product head;
+  std::vector<DecoderLayer> layers;
+  std::vector<RopeRows> ropes;
+  int64_t block_size = 0;
+};
+
+// What paged attention knows of a step (attention.h), and the tokens. Checked by who made it.
+struct DecoderBatch {
+  const int64_t* ids;        // [num_tokens]
+  const int64_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens]; negative: K and V are not kept
+  const int32_t* block_tables;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  int64_t num_tokens, num_seqs, table_stride;
+  bool wants_logits;      // of the tokens below; else the hidden states of all are asked for
+  const int64_t* wanted;  // [num_wanted]
+  int64_t num_wanted;
+};
+
+// The memory of steps, kept from one to the next, and the walk through one. One step at a time.
+class DecoderSteps {
+ public:
+  // out: logits, float32 [num_wanted, head.out_features], or hidden states [num_tokens, hidden] behind the last norm.
+  // Throws std::bad_alloc.
+  void run(const DecoderModel& model, const DecoderBatch& batch, const KernelTable& table, int threads, char* out);
+
+  struct Kind {  // of layers: those that look back equally far share a plan
+    int64_t window;
+    AttentionPlan plan;
+  };
+  struct Rows {  // activations, all [num_tokens, ...]
+    char *residual, *x, *heads, *attended, *projected, *gate_up, *activated;
+    char *wanted_residual, *wanted_attended;  // [num_wanted, ...]
+  };
+
+ private:
+  struct Aligned {
+    void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+  };
+
+  Rows lay_out(const DecoderModel& model, const DecoderBatch& batch);
+
+  std::vector<Kind> kinds_;
+  std::unique_ptr<char[], Aligned> memory_;
+  int64_t memory_bytes_ = 0;
+  Stages stages_;
+};
+
+// Stages of one layer at most: what bounds the number of layers.
+constexpr int64_t kStagesPerLayer = 10;
+constexpr int64_t kMostLayers = Stages::kMost / kStagesPerLayer - 1;
+
+}  // namespace pagemill

@@ -1,0 +1,127 @@
+"""A whole forward in one native call: the handle of a decoder that csrc walks through with threads of its own.
+
+Knows tensors and their order, not where they come from. `fused.py` fills it and keeps a way of its own, op by op, that
+gives the same bits and serves other backends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine import ops
+from engine.attention.base import PagedLayer
+from engine.models.rope_table import RopeTable
+from engine.ops import ActivationKind, NormVariant
+
+
+class LayerTensors(NamedTuple):
+    """One layer, in the order of csrc's list; None: the model has no such part. Products are what pack_linear or
+    pack_linear_quant made."""
+
+    input_norm: Tensor  # [hidden_size], as all norms but those per head
+    norm_behind_attention: Tensor | None
+    middle_norm: Tensor
+    norm_behind_mlp: Tensor | None
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None  # [head_dim]
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    gate_up: Tensor  # packed as gated, unless it is quantised
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+NUM_NORMS = 7  # the first six of LayerTensors, then the last norm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """norms: (eps, variant) of the NUM_NORMS norms, the same in every layer; None where there is none.
+    windows, ropes: one entry per layer, as in LayerRecipe. vocab_size: rows of the head."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    scale: float
+    softcap: float | None
+    embedding_scale: float | None  # as the model's dtype holds it
+    activation: ActivationKind
+    norms: tuple[tuple[float, NormVariant] | None, ...]
+    windows: tuple[int | None, ...]
+    ropes: tuple[int, ...]
+
+
+class NativeDecoder:
+    """Shares the tensors it is given. One forward at a time; the interpreter's lock is free while it computes."""
+
+    def __init__(
+        self, shape: DecoderShape, embedding: Tensor, final_norm: Tensor, head: Tensor, layers: Sequence[LayerTensors]
+    ) -> None:
+        """embedding: [vocabulary, hidden_size]. Raises RuntimeError if shapes and tensors do not fit together."""
+        none = embedding.new_empty(0)
+        norms: list[tuple[float, NormVariant]] = [norm or (0.0, "llama") for norm in shape.norms]
+        self.handle = ops.decoder_create(
+            [embedding, final_norm, head],
+            [none if tensor is None else tensor for layer in layers for tensor in layer],
+            sizes=(
+                shape.num_query_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.intermediate_size,
+                shape.vocab_size,
+            ),
+            windows=[window or 0 for window in shape.windows],
+            ropes=shape.ropes,
+            scale=shape.scale,
+            softcap=shape.softcap or 0.0,
+            embedding_scale=1.0 if shape.embedding_scale is None else shape.embedding_scale,
+            eps=[eps for eps, _ in norms],
+            variants=[variant for _, variant in norms],
+            activation=shape.activation,
+        )
+        weakref.finalize(self, ops.decoder_destroy, self.handle)
+        self._attached: list[Tensor] = []
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [num_tokens], int64
+        positions: Tensor,  # [num_tokens], int64
+        logits_indices: Tensor | None,  # [num_rows], int64; None: the hidden states of all tokens are wanted
+        layers: Sequence[PagedLayer],  # with caches and the step's metadata
+        ropes: Sequence[RopeTable],
+    ) -> Tensor:
+        """Logits [num_rows, vocab_size], float32, or hidden states [num_tokens, hidden_size] behind the last norm."""
+        key_caches, value_caches = [], []
+        for layer in layers:
+            key_cache, value_cache, metadata = layer.attached()
+            key_caches.append(key_cache)
+            value_caches.append(value_cache)
+        self._attach([tensor for rope in ropes for tensor in rope.rows()], key_caches, value_caches)
+        return ops.decoder_forward(
+            self.handle,
+            input_ids,
+            positions,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.slot_mapping,
+            logits_indices,
+        )
+
+    def _attach(self, ropes: list[Tensor], key_caches: list[Tensor], value_caches: list[Tensor]) -> None:
+        """Tell csrc where tables and caches lie, if they are others than in the last forward."""
+        wanted = [*ropes, *key_caches, *value_caches]
+        same = len(wanted) == len(self._attached) and all(a is b for a, b in zip(wanted, self._attached, strict=True))
+        if not same:
+            ops.decoder_attach(self.handle, ropes, key_caches, value_caches)
+            self._attached = wanted
