@@ -264,9 +264,11 @@ class _Layer:
             self._key_norm,
         )
         products = (self._qkv, self._output, self._gate_up, self._down)
-        return LayerTensors(
-            *(None if norm is None else norm.weight for norm in norms),
-            *(tensor for product in products for tensor in (product.packed, product.bias)),
+        return LayerTensors._make(
+            [
+                *(None if norm is None else norm.weight for norm in norms),
+                *(tensor for product in products for tensor in (product.packed, product.bias)),
+            ]
         )
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], backend: AttentionBackend) -> Tensor:
