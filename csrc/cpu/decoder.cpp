@@ -2,8 +2,9 @@
 // drawn from a counter, so a thread that lost its core holds up the others by one piece at most.
 //
 // Per layer: product (q, k, v), heads (norm, rotation, cache write), attention, product (output), residual sum and norm,
-// product (gate, up, with the activation, or a stage of its own for that), product (down), residual sum and norm. A stage costs well under a microsecond when
-// there is nothing to do, so what is tiny stands on its own instead of being computed by every thread for itself.
+// product (gate, up; with the activation, or that in a stage of its own), product (down), residual sum and norm. A stage
+// costs well under a microsecond when there is nothing to do, so what is tiny stands on its own instead of being computed
+// by every thread for itself.
 #include "cpu/decoder.h"
 
 #include "cpu/scratch.h"
@@ -264,6 +265,8 @@ DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const Decode
   const int64_t bytes = element_bytes(model.type), attended = model.num_query_heads * model.head_dim;
   const int64_t heads = attended + 2 * model.num_kv_heads * model.head_dim;
   const int64_t most = std::max(batch.num_tokens, batch.num_wanted);
+  const bool all_gated = std::all_of(model.layers.begin(), model.layers.end(),
+                                     [](const DecoderLayer& layer) { return layer.gate_up.is_gated; });
   Rows rows{};
   const struct {
     char** place;
@@ -274,7 +277,7 @@ DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const Decode
       {&rows.heads, batch.num_tokens, heads},
       {&rows.attended, batch.num_tokens, attended},
       {&rows.projected, most, model.hidden},
-      {&rows.gate_up, model.layers[0].gate_up.is_gated ? 0 : most, 2 * model.intermediate},
+      {&rows.gate_up, all_gated ? 0 : most, 2 * model.intermediate},
       {&rows.activated, most, model.intermediate},
       {&rows.wanted_residual, batch.num_wanted, model.hidden},
       {&rows.wanted_attended, batch.num_wanted, attended},
