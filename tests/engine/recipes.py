@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.native import NativeAttention
+from engine.config import Quantization
 from engine.models.backbone import Backbone
 from engine.models.fused import (
     EMBEDDING,
@@ -21,6 +22,8 @@ from engine.models.fused import (
     NormRecipe,
     RopeRecipe,
 )
+from engine.models.quantised import QuantisedWeight
+from engine.models.quantiser import Quantiser
 from engine.ops import NormVariant
 
 VOCAB_SIZE = 97
@@ -109,8 +112,20 @@ def draw_tensors(
     }
 
 
-def backbones(recipe: FusedRecipe, tensors: dict[str, Tensor]) -> tuple[Backbone, Backbone]:
+class NothingStored:
+    """Files without quantised weights."""
+
+    def quantised(self, name: str) -> QuantisedWeight | None:
+        return None
+
+
+def backbones(
+    recipe: FusedRecipe, tensors: dict[str, Tensor], quantization: Quantization = "none"
+) -> tuple[Backbone, Backbone]:
     """(in one native call, op by op)"""
-    models = [FusedModel(recipe, tensors, backend, MAX_POSITIONS) for backend in (NativeAttention(), Stepwise())]
+    quantiser = Quantiser(quantization, NothingStored(), tensors)
+    models = [
+        FusedModel(recipe, tensors, backend, MAX_POSITIONS, quantiser) for backend in (NativeAttention(), Stepwise())
+    ]
     native, stepwise = (Backbone(model, batch_invariant=True, num_parameters=0) for model in models)
     return native, stepwise

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.config import Quantization
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
 from engine.models.self_check import PagedRun
@@ -56,8 +57,8 @@ def assert_same_caches(one: Backbone, other: Backbone) -> None:
             assert torch.equal(bits(cache), bits(other_cache))
 
 
-def assert_same_run(name: str, tensors: dict[str, Tensor]) -> None:
-    native, stepwise = backbones(RECIPES[name], tensors)
+def assert_same_run(name: str, tensors: dict[str, Tensor], quantization: Quantization = "none") -> None:
+    native, stepwise = backbones(RECIPES[name], tensors, quantization)
     runs = [PagedRun(backbone, num_blocks=40) for backbone in (native, stepwise)]
     for seed, step in enumerate(STEPS):
         got, wanted = (torch.cat(run.step(pieces(step, 10 * seed))) for run in runs)
@@ -81,6 +82,14 @@ def test_on_every_instruction_set_level(level: str, dtype: torch.dtype) -> None:
     ops.set_isa(level)
     torch.set_num_threads(2)
     assert_same_run("everything", draw_tensors(RECIPES["everything"], dtype, biases=True))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised(dtype: torch.dtype, quantization: Quantization) -> None:
+    torch.set_num_threads(2)
+    tensors = draw_tensors(RECIPES["everything"], dtype, hidden=128, intermediate=96, biases=True)
+    assert_same_run("everything", tensors, quantization)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
