@@ -41,9 +41,10 @@ inline QuantFormat check_packed_quant(const char* op, const char* argument, cons
 }
 
 // A bias [count], float32 or bfloat16, as float32.
-inline std::vector<float> read_bias(const char* op, const char* argument, const Tensor& bias, int64_t count) {
+inline std::vector<float> read_bias(const char* op, const char* argument, const Tensor& bias, int64_t count,
+                                    const char* layout = "[out_features]") {
   check_cpu(op, argument, bias);
-  check_shape(op, argument, bias, "[rows of the weight]", {count});
+  check_shape(op, argument, bias, layout, {count});
   check_contiguous(op, argument, bias);
   std::vector<float> values(static_cast<size_t>(count));
   if (element_type(op, argument, bias) == ElementType::f32) {

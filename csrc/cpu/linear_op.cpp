@@ -69,7 +69,8 @@ Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> b
   if (out_features < 1) fail(op, "out_features", "wanted at least 1, got ", out_features);
   check_packed(op, "packed", packed, packed_panels(gated ? 2 * out_features : out_features, gated), packed_steps(k, bf16));
   const std::vector<float> bias_values = bias.has_value()
-                                             ? read_bias(op, "bias", *bias, gated ? 2 * out_features : out_features)
+                                             ? read_bias(op, "bias", *bias, gated ? 2 * out_features : out_features,
+                                                         gated ? "[2 * out_features]" : "[out_features]")
                                              : std::vector<float>{};
   const bool bf16_out = bf16 && !float32_out;
   const ScalarType out_type = bf16_out ? ScalarType::BFloat16 : ScalarType::Float;
