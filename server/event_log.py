@@ -1,25 +1,30 @@
 """The events of one response, kept while it runs and after, and the stream that tells them to whoever asks: from the
 first one, or from where a dropped connection left off.
 
-Events are numbered from 0 by their `sequence_number`; they are kept as they were sent, back to back.
+Events are numbered from 0 by their `sequence_number`; they are kept as they were sent, back to back. A reader gets
+whole events, and where they are forgotten before it has them all, an event that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect_right
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.metrics import Metrics
+from server.protocol.errors import ApiError
 from server.sse import client_gone
 
 END = b"\n\n"  # of an event; JSON has no line breaks
 PING = b": ping\n\n"
-MAX_WRITE = 64 << 10  # bytes that one write takes of a log
+MAX_WRITE = 64 << 10  # bytes that one write takes of a log, unless a single event has more
 LOG_BYTES = 512  # what a log costs beside its events
 OFFSET_BYTES = 8
+LOST = "The events of this response are no longer kept: ask for the response without stream."
 
 
 class EventLog:
@@ -58,9 +63,9 @@ class EventLog:
         news.set()
 
     def drop(self) -> None:
-        """Forget the events: whoever reads is cut off."""
+        """Forget the events: whoever reads has to be told."""
         self.dropped = True
-        self._data, self._ends = b"", array("Q")
+        self._data, self._ends, self._num_told = b"", array("Q"), 0
         if not self.ended:
             self.publish(ended=True)
 
@@ -69,9 +74,18 @@ class EventLog:
         ends = self._ends
         return ends[number] if number < len(ends) else None
 
+    def number_at(self, offset: int) -> int:
+        """The number of the event that begins there."""
+        return bisect_right(self._ends, offset)
+
     def read(self, offset: int) -> bytes:
-        """What is told from there on, at most MAX_WRITE bytes."""
-        return bytes(self._data[offset : min(offset + MAX_WRITE, self._num_told)])
+        """What is told from there on: whole events, of MAX_WRITE bytes in all, or one that is larger."""
+        end, ends = min(offset + MAX_WRITE, self._num_told), self._ends
+        if offset < end < self._num_told:
+            within = bisect_right(ends, end) - 1
+            first = bisect_right(ends, offset)
+            end = ends[max(within, first)]
+        return bytes(self._data[offset:end])
 
     async def grown(self) -> None:
         """Returns when there is more, or the end."""
@@ -111,11 +125,14 @@ class LogStream(Response):
 
     async def _tell(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        log, offset = self._log, self._offset
+        log, offset, last = self._log, self._offset, b""
+        number = log.number_at(offset)
         while True:
             if body := log.read(offset):
                 offset += len(body)
+                number += body.count(END)
             elif log.ended:
+                last = lost(number) if log.dropped else b""
                 break
             else:
                 try:
@@ -125,4 +142,12 @@ class LogStream(Response):
                 except TimeoutError:
                     body = PING
             await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def lost(number: int) -> bytes:
+    """The last event of a reader whose next one would have had this number, in the form of the writer's errors."""
+    error = ApiError(503, LOST)
+    told = {"code": error.code, "message": error.message, "param": error.param}
+    fields = {"type": "error", "sequence_number": number, **told, "error": {"type": error.type, **told}}
+    return b"event: error\ndata: " + orjson.dumps(fields) + END

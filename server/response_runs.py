@@ -61,11 +61,13 @@ class Runs:
         told = f"{self._num_background} background responses are running: at most {self._max_background} may."
         if self._num_background >= self._max_background:
             raise ApiError(429, told, code=RATE_LIMITED, headers=BUSY)
-        if not self.store.reserve(num_bytes):
+        num_reserved = num_bytes + (RESERVE if streamed else 0)
+        if not self.store.reserve(num_reserved):
             told = "The background responses that are running take all the memory there is for responses."
             raise ApiError(429, told, code=RATE_LIMITED, headers=BUSY)
         self._num_background += 1
-        return Run(self, owner, given, previous, num_reserved=num_bytes, log=EventLog() if streamed else None)
+        log = EventLog() if streamed else None
+        return Run(self, owner, given, previous, num_bytes=num_bytes, num_reserved=num_reserved, log=log)
 
     def enter(self, run: Run) -> None:
         self._running[run.writer.id] = run
@@ -79,7 +81,8 @@ class Runs:
 
 
 class Run:
-    """One response that runs. num_reserved: bytes, if it is a background response. log: for events that are kept."""
+    """One response that runs. num_bytes: what it holds beside its events; num_reserved: for these and events, if it
+    is a background response. log: for events that are kept."""
 
     writer: ResponsesWriter
     answer: Answer
@@ -91,6 +94,7 @@ class Run:
         given: Kept,
         previous: StoredResponse | None,
         *,
+        num_bytes: int = 0,
         num_reserved: int | None = None,
         log: EventLog | None = None,
     ) -> None:
@@ -100,7 +104,8 @@ class Run:
         self._runs = runs
         self._given = given
         self._previous = previous
-        self._num_reserved = self._num_bytes = num_reserved or 0  # the latter: beside its events
+        self._num_bytes = num_bytes
+        self._num_reserved = num_reserved or 0
         self._is_begun = False
         self._is_forgotten = False
         self._is_closed = False

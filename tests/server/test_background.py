@@ -216,7 +216,10 @@ async def test_events_without_room_are_given_up() -> None:
     engine = engine_saying(LONG, max_model_len=1 << 14)
     async with served(engine, max_stored_bytes=60_000) as (app, client):
         answer = await client.post(PATH, json={"input": "x", "background": True, "stream": True})
-        events = events_of(answer.text)  # as far as they were kept
+        events = events_of(answer.text)  # as far as they were kept, and why not further
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "error"
+        assert "without stream" in events[-1]["message"]
         final = await ended(client, events[0]["response"]["id"])
         assert (final["status"], text_of(final)) == ("completed", LONG)
         error = error_of(await client.get(f"{PATH}/{final['id']}", params={"stream": "true"}))
@@ -230,6 +233,19 @@ async def test_a_response_without_room_ends_all_the_same() -> None:
         final = await ended(client, (await post(client, background=True))["id"])
         assert (final["status"], final["error"]["code"], final["output"]) == ("failed", "server_error", [])
         error_of(await client.post(PATH, json={"input": "x" * 8000, "background": True}), 429)
+
+
+async def test_a_stream_without_room_for_its_first_events_is_refused() -> None:
+    engine = engine_saying(LONG, **SLOW)
+    async with served(engine, max_stored_bytes=60_000) as (app, client):
+        held = [await post(client, input="x" * 8000, background=True) for _ in range(5)]
+        error = error_of(await client.post(PATH, json={"input": "x", "background": True, "stream": True}), 429)
+        assert error["code"] == "rate_limit_exceeded"
+        for response in held:
+            await client.delete(f"{PATH}/{response['id']}")
+        await eventually(lambda: not app.state.response_runs._running)
+        engine.pause_s = 0
+        assert (await stream(client, background=True))[-1]["type"] in (*ENDS, "error")
 
 
 async def test_many_at_once_leave_nothing() -> None:

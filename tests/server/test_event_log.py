@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
 import pytest
 
-from server.event_log import MAX_WRITE, EventLog, LogStream
+from server.event_log import END, MAX_WRITE, EventLog, LogStream
 from server.metrics import Metrics
 from tests.server.harness import eventually
 
@@ -145,16 +146,52 @@ async def test_one_that_leaves(stuck: bool) -> None:
     assert b"client_disconnects_total 1.0" in reader.metrics.render()
 
 
+@pytest.mark.parametrize("num_told", [0, 1, 3])
 @pytest.mark.parametrize("ended", [False, True])
-async def test_readers_of_what_is_dropped_come_to_an_end(ended: bool) -> None:
+async def test_readers_of_what_is_dropped_are_told(ended: bool, num_told: int) -> None:
+    """After whole events: half of one could not be taken back."""
     log = EventLog()
-    reader = Reader(log)
-    log.append(event(0, 3 * MAX_WRITE))
-    log.publish(ended=ended)
-    reader.may_read.clear()
+    log.append(event(0))
+    log.publish()
+    offset = log.offset_behind(0)
+    assert offset is not None
+    events = [event(number, MAX_WRITE // 2) for number in range(1, 8)]
+    reader = Reader(log, offset)
+    for count, sent in enumerate(events):
+        if count == num_told:
+            await settled()
+            reader.may_read.clear()
+        log.append(sent)
+        log.publish(ended=ended and count == len(events) - 1)
+        if count < num_told:
+            await settled()
     await settled()
     log.drop()
     reader.may_read.set()
     await reader.task
-    assert len(reader.data) < 3 * MAX_WRITE
-    assert reader.messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    *told, last, nothing = reader.data.split(END)
+    assert nothing == b""
+    assert [part + END for part in told] == events[: len(told)]
+    assert num_told <= len(told) < len(events)
+    name, data = last.split(b"\n")
+    assert name == b"event: error"
+    error = json.loads(data.removeprefix(b"data: "))
+    assert (error["type"], error["sequence_number"]) == ("error", 1 + len(told))
+    assert error["error"]["message"] == error["message"]
+    assert reader.messages[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_write_takes_whole_events(seed: int) -> None:
+    rng = random.Random(seed)
+    log = EventLog()
+    for number in range(50):
+        log.append(event(number, rng.choice([10, 5000, MAX_WRITE, 2 * MAX_WRITE])))
+    log.publish()
+    offset, number = 0, 0
+    while part := log.read(offset):
+        assert log.number_at(offset) == number
+        assert part.endswith(END)
+        assert len(part) <= MAX_WRITE or part.count(END) == 1
+        offset, number = offset + len(part), number + part.count(END)
+    assert number == 50
