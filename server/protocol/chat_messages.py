@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from server.protocol.custom_input import CUSTOM_FIELD
 from server.protocol.fields import MAX_FIELDS, WireModel, shape
-from server.protocol.parsing import at_most, limit_of, short, wrong
+from server.protocol.parsing import at_most, limit_of, misspelled, short, wrong
 from server.raw_json import raw_object
 
 MAX_CALLS = 1024  # in one message
@@ -53,7 +53,8 @@ def _part(part: object) -> TextPart:
         raise wrong(f"must have only objects as parts, got {short(part)}.")
     kind = part.get("type")
     if kind not in ("text", "refusal"):
-        raise wrong(f"has a part of type {short(kind)}: only text parts are supported by this model.")
+        hint = misspelled("type", part) if kind is None else ""
+        raise wrong(f"has a part of type {short(kind)}: only text parts are supported by this model.{hint}")
     text = part.get(kind)
     if not isinstance(text, str):
         raise wrong("has a text part without a text string.")

@@ -15,7 +15,7 @@ from typing import Any
 
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import Kinds, shape
-from server.protocol.parsing import short, text_of
+from server.protocol.parsing import misspelled, short, text_of
 
 MAX_BLOCKS = 4096  # in one message
 MAX_IGNORED = 1000  # names
@@ -148,7 +148,7 @@ def _blocks(content: object, path: str) -> list[tuple[str, dict[str, Any]]]:
     for index, block in enumerate(content):
         where = f"{path}[{index}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise _wrong(where, "must be a content block, an object with a type")
+            raise _wrong(where, "must be a content block, an object with a type", misspelled("type", block))
         blocks.append((where, block))
     return blocks
 
@@ -236,5 +236,5 @@ def _told_as_error(parts: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"type": "text", "text": first}, *parts[1:]]
 
 
-def _wrong(path: str, told: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} {told}.", param=path)
+def _wrong(path: str, told: str, hint: str = "") -> InvalidRequest:
+    return InvalidRequest(f"{path} {told}.{hint}", param=path)

@@ -144,7 +144,7 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
     param = path_of(details["loc"])
     kind = details["type"]
     if kind == "missing" or (details["input"] is None and isinstance(details["loc"][-1], str)):  # null is absent
-        return missing(param, _misspelled(str(details["loc"][-1]), details["input"]))
+        return missing(param, misspelled(str(details["loc"][-1]), details["input"]))
     if kind == "pagemill":
         return InvalidRequest(f"{param or 'The body'} {details['msg']}", param=param or None)
     # a field of several types brings an error for each, under a name of the type's
@@ -159,7 +159,7 @@ def _friendly(errors: list[ErrorDetails]) -> InvalidRequest:
     return InvalidRequest(f"{param} {wanted}, got {short(details['input'])}.", param=param)
 
 
-def _misspelled(name: str, given: object) -> str:
+def misspelled(name: str, given: object) -> str:
     """The field that may have been meant, among those of the object that lacks it."""
     keys = [key[:64] for key in given] if isinstance(given, dict) else []
     near = difflib.get_close_matches(name, keys, n=1, cutoff=0.7)
@@ -171,7 +171,7 @@ def text_of(given: dict[str, Any], name: str, path: str, *, filled: bool = False
     one. Raises InvalidRequest."""
     value = given.get(name)
     if value is None:
-        raise missing(f"{path}.{name}")
+        raise missing(f"{path}.{name}", misspelled(name, given))
     if not isinstance(value, str) or (filled and not value):
         wanted = "a string that is not empty" if filled else "a string"
         raise InvalidRequest(f"{path}.{name} must be {wanted}, got {short(value)}.", param=f"{path}.{name}")

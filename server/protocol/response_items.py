@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from server.protocol.errors import ApiError, InvalidRequest, missing
-from server.protocol.parsing import short, text_of
+from server.protocol.parsing import misspelled, short, text_of
 from server.protocol.response_fields import TEXT_PARTS
 from server.protocol.response_tools import flat_name
 
@@ -156,7 +156,7 @@ def _text(part: object, path: str) -> str:
         return text_of(part, "refusal", path)
     if kind not in TEXT_PARTS:
         told = f"{path} is a part of type {short(kind)}: only text is supported by this model."
-        raise InvalidRequest(told, param=path)
+        raise missing(f"{path}.type", misspelled("type", part)) if kind is None else InvalidRequest(told, param=path)
     return text_of(part, "text", path)
 
 

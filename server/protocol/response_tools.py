@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from server.protocol.errors import InvalidRequest
-from server.protocol.parsing import short
+from server.protocol.errors import InvalidRequest, missing
+from server.protocol.parsing import misspelled, short
 
 MAX_TOOLS = 1024
 MAX_NAMESPACE_CHARS = 128
@@ -187,6 +187,8 @@ class Tools:
 
 def _kind(tool: dict[str, Any], path: str) -> str:
     kind = tool.get("type")
+    if kind is None:
+        raise missing(f"{path}.type", misspelled("type", tool))
     if not isinstance(kind, str):
         raise InvalidRequest(f"{path}.type must be a string, got {short(kind)}.", param=f"{path}.type")
     return kind

@@ -305,3 +305,26 @@ SDK = [
 def test_every_field_of_the_sdk_is_known(documented: Any, read: type[WireModel] | Shape) -> None:
     fields = read.fields if isinstance(read, Shape) else read.model_fields
     assert set(documented.__annotations__) - set(fields) - read.hints == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"types": "text", "text": "x"}]}]},
+            "types",
+        ),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"tpye": "text"}]}]}, "tpye"),
+        ("/v1/messages", {"max_tokens": 1, "system": [{"type": "text", "texts": "x"}], "messages": [USER]}, "texts"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"types": "input_text", "text": "x"}]}]}, "types"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "txt": "x"}]}]}, "txt"),
+        ("/v1/responses", {"input": "x", "tools": [{"types": "function", "name": "f"}]}, "types"),
+    ],
+)
+async def test_what_a_part_lacks_may_be_misspelled(path: str, body: dict[str, Any], meant: str) -> None:
+    """Also where unknown fields are accepted."""
+    async with client_of(AgentEngine([turn("x")])) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert f'misspelled as "{meant}"?' in answer.json()["error"]["message"]
