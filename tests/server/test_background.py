@@ -269,7 +269,7 @@ async def test_many_at_once_leave_nothing() -> None:
 
         await asyncio.gather(*map(one, range(80)))
         await eventually(lambda: not app.state.response_runs._running)
-        assert app.state.response_runs._num_background == 0
+        await eventually(lambda: app.state.response_runs._num_background == 0)  # a deleted one ends a moment later
 
 
 @pytest.mark.parametrize("end", ENDS)
