@@ -132,7 +132,9 @@ def plan(
     known: dict[str, Tool] = {}
     inputs: dict[str, StructuredOutput] = {}
     paths: dict[str, str] = {}
+    places: dict[str, int] = {}
     dropped: list[str] = []
+    replaced: list[str] = []
     for index, tool in enumerate(tools or ()):
         if tool.is_dropped:
             dropped.append(tool.type)
@@ -140,9 +142,11 @@ def plan(
         if tool.name is None:
             path = f"tools[{index}].{tool.type}"
             raise InvalidRequest(f"You must provide the parameter {path}.", path, "missing_required_parameter")
-        known[tool.name] = tool
+        if tool.name in known:  # of two tools of one name, the last counts
+            replaced.append(f"tools[{places[tool.name]}]")
+            inputs.pop(tool.name, None)
+        known[tool.name], places[tool.name] = tool, index
         paths[tool.name] = f"tools[{index}].function.parameters"
-        inputs.pop(tool.name, None)  # of two tools of one name, the last counts
         if tool.type == "custom" and (wanted := _input(tool.custom, f"tools[{index}].custom.format")) is not None:
             inputs[tool.name] = wanted
             paths[tool.name] = wanted.param
@@ -159,7 +163,7 @@ def plan(
         custom=frozenset(name for name in names if known[name].type == "custom"),
         inputs=inputs,
         paths=paths,
-        ignored=tuple(f"tools.{kind}" for kind in dict.fromkeys([*dropped, *unkept])),
+        ignored=(*(f"tools.{kind}" for kind in dict.fromkeys([*dropped, *unkept])), *replaced),
     )
 
 

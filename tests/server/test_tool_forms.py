@@ -224,3 +224,14 @@ async def test_clients_are_told_apart_by_key_or_address() -> None:
             assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
     assert asking[0] == asking[1]
     store.close()
+
+
+async def test_of_two_tools_of_one_name_the_first_is_named() -> None:
+    engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER, max_model_len=4096)
+    async with client_of(engine) as client:
+        tools = [function(PLAIN, "g"), function(PLAIN), function({"type": "object"})]
+        response = await client.post(CHAT, json={"messages": [USER], "tools": tools})
+    assert response.status_code == 200
+    assert response.headers[HEADER] == "tools[1]"
+    prompt = TOKENIZER.decode(engine.admitted[0].prompts[0])
+    assert prompt.count('"f"') == 1
