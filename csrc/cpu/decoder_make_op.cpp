@@ -181,8 +181,12 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
 }
 
 void decoder_destroy(int64_t handle) {
+  std::shared_ptr<Decoder> last;  // dies behind the lock: the end of a tensor may run Python, and that another destroy
   std::lock_guard<std::mutex> lock(handles().lock);
-  handles().decoders.erase(handle);
+  const auto found = handles().decoders.find(handle);
+  if (found == handles().decoders.end()) return;
+  last = std::move(found->second);
+  handles().decoders.erase(found);
 }
 
 }  // namespace pagemill

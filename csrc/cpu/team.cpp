@@ -30,6 +30,26 @@ void pause_core() {
 // state: bits 0-15 workers inside the job, bit 16 whether it may still be joined, bits 32-63 the job's number.
 constexpr uint64_t kInside = 0xffff, kOpen = uint64_t(1) << 16, kJob = uint64_t(1) << 32;
 
+// While it lives, threads are born deaf to signals, which are the application's threads' business, but for those that a
+// thread's own fault raises.
+class NoSignals {
+ public:
+#if defined(__unix__) || defined(__APPLE__)
+  NoSignals() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&blocked, fault);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+  }
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+#else
+  NoSignals() {}
+#endif
+};
+
 class Team {
  public:
   void run(int size, void (*body)(void*), void* context) {
@@ -68,11 +88,7 @@ class Team {
 
   void grow(int wanted) {
     if (static_cast<int>(workers_.size()) >= wanted) return;
-#if defined(__unix__) || defined(__APPLE__)
-    sigset_t all, before;  // signals are the application's threads' business
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-#endif
+    const NoSignals mask;
     try {
       while (static_cast<int>(workers_.size()) < wanted) {
         const int index = static_cast<int>(workers_.size());
@@ -80,9 +96,6 @@ class Team {
       }
     } catch (const std::system_error&) {  // no thread to be had: fewer do
     }
-#if defined(__unix__) || defined(__APPLE__)
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-#endif
   }
 
   void work(int index) {

@@ -123,5 +123,6 @@ class NativeDecoder:
         wanted = [*ropes, *key_caches, *value_caches]
         same = len(wanted) == len(self._attached) and all(a is b for a, b in zip(wanted, self._attached, strict=True))
         if not same:
+            self._attached = []  # whatever the call refuses leaves nothing attached
             ops.decoder_attach(self.handle, ropes, key_caches, value_caches)
             self._attached = wanted

@@ -233,6 +233,19 @@ def test_without_caches_there_is_no_step() -> None:
         ops.decoder_forward(model.decoder.handle, **values)
 
 
+def test_a_refused_attachment_leaves_nothing_behind() -> None:
+    native, _ = backbones(RECIPES["plain"], draw_tensors(RECIPES["plain"], torch.float32))
+    first = PagedRun(native, num_blocks=8).step([(0, [1, 2, 3])])[0]
+    run, layer = PagedRun(native, num_blocks=8), native.layers[1]
+    whole = layer.key_cache
+    assert whole is not None
+    layer.key_cache = whole[:4]
+    with pytest.raises(RuntimeError, match="key_caches: wanted"):
+        run.step([(1, [1, 2, 3])])
+    layer.key_cache = whole
+    assert torch.equal(run.step([(0, [1, 2, 3])])[0], first)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -305,7 +318,7 @@ def test_two_models_at_once() -> None:
 
 
 PROCESS = """
-import os, sys
+import os, sys, weakref
 import torch
 from engine import ops
 from tests.engine.test_native_decoder import arguments
@@ -319,10 +332,21 @@ if sys.argv[1] == "fork":
     if child == 0:
         os._exit(0 if same else 3)
     sys.exit(0 if same and os.waitpid(child, 0)[1] == 0 else 4)
+if sys.argv[1] == "nested":  # the end of a decoder's last tensor ends another decoder
+    other, _ = arguments()
+    kept, embedding = model.decoder, model._embedding
+    weakref.finalize(embedding, ops.decoder_destroy, other.decoder.handle)
+    del model, embedding
+    ops.decoder_destroy(kept.handle)
+    try:
+        ops.decoder_forward(other.decoder.handle, **values)
+    except RuntimeError as error:
+        sys.exit(0 if "wanted one from decoder_create" in str(error) else 5)
+    sys.exit(6)
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "fork"])
+@pytest.mark.parametrize("kind", ["plain", "fork", "nested"])
 def test_processes_fork_and_end(kind: str) -> None:
     """With more threads than cores; a child starts its own."""
     subprocess.run([sys.executable, "-c", PROCESS, kind], check=True, timeout=120)
