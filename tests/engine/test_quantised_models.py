@@ -156,7 +156,7 @@ def test_dummy_weights_can_be_quantised(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "served"), [("smollm2", "int4+int8"), ("gemma3", "int4+int8")])
 def test_perplexity_is_that_of_bfloat16(name: str, served: str, tmp_path: Path) -> None:
-    """0.01 nats are 1 % of perplexity."""
+    """0.01 nats are 1 % of perplexity. Of the bytes, the embedding table keeps its own: two thirds of Gemma's weights."""
     path = model_file(name)
     plain = load(path, tmp_path, "none", dtype="bfloat16")
     ids = passage_of(plain)
@@ -165,4 +165,4 @@ def test_perplexity_is_that_of_bfloat16(name: str, served: str, tmp_path: Path) 
         model = load(path, tmp_path, choice, dtype="bfloat16")
         assert model.backbone.quantization == (served if choice == "auto" else "int8")
         assert abs(loss(model.backbone, ids) - expected) < 0.01, choice
-        assert model.backbone.weight_bytes < plain.backbone.weight_bytes * 0.7
+        assert model.backbone.weight_bytes < plain.backbone.weight_bytes * (0.7 if name == "smollm2" else 0.8)
