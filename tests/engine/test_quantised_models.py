@@ -156,7 +156,7 @@ def test_dummy_weights_can_be_quantised(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "served"), [("smollm2", "int4+int8"), ("gemma3", "int4+int8")])
 def test_perplexity_is_that_of_bfloat16(name: str, served: str, tmp_path: Path) -> None:
-    """0.01 nats are 1 % of perplexity. Of the bytes, the embedding table keeps its own: two thirds of Gemma's weights."""
+    """0.01 nats are 1 % of perplexity. The embedding table keeps its bytes: it is two thirds of Gemma."""
     path = model_file(name)
     plain = load(path, tmp_path, "none", dtype="bfloat16")
     ids = passage_of(plain)
