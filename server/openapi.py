@@ -43,6 +43,13 @@ COMPONENTS = "#/components/schemas/"
 _DESCRIPTIONS = {"4XX": "The request is refused.", "5XX": "The server cannot answer."}
 
 
+def answers() -> dict[str, Any]:
+    """The responses of a route whose answer may be a stream of events."""
+    # No type: some readers of the description hold the whole text to it, others every event as an object.
+    events = {"schema": {"description": "Server-sent events, where `stream` is true."}}
+    return {"200": {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": events}}}
+
+
 def takes(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """What a route adds to its description. streams: whether the answer may be a stream of events."""
     schema = model.model_json_schema(ref_template=f"{COMPONENTS}{model.__name__}.{{model}}")
@@ -50,9 +57,7 @@ def takes(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
     }
     if streams:
-        event = {"schema": {"type": "string", "description": "Server-sent events, where `stream` is true."}}
-        answer = {"schema": {"type": "object"}}
-        extra["responses"] = {"200": {"content": {"application/json": answer, "text/event-stream": event}}}
+        extra["responses"] = answers()
     return extra
 
 

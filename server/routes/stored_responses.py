@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from server.event_log import EventLog, LogStream
 from server.front import Front, front_of
+from server.openapi import answers
 from server.protocol.errors import ApiError, InvalidRequest
 from server.protocol.parsing import short
 from server.response_runs import Run, Runs
@@ -35,15 +36,11 @@ STREAM_PARAMETERS = [
      "description": "The sequence_number of the last event that is not wanted."},
     INCLUDE,
 ]  # fmt: skip
-STREAMS = {"200": {"content": {
-    "application/json": {"schema": {"type": "object"}},
-    "text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, where `stream` is true."}},
-}}}  # fmt: skip
 TRUE, FALSE = ("true", "1"), ("false", "0")
 
 
 @router.get(
-    "/v1/responses/{response_id}", openapi_extra={"parameters": STREAM_PARAMETERS, "responses": STREAMS}
+    "/v1/responses/{response_id}", openapi_extra={"parameters": STREAM_PARAMETERS, "responses": answers()}
 )  # fmt: skip
 async def get_response(request: Request, response_id: str) -> Response:
     """A response, as far as it has come; or the events of one that was streamed in the background."""
