@@ -206,7 +206,8 @@ class Run:
         is_kept = events is not None and put(response, self._given, self._previous)
         if self.is_background and not is_kept:  # who polls must come to an end
             error = {"code": "server_error", "message": "The response is larger than what this server keeps."}
-            self.writer.final = response | {"status": "failed", "error": error, "output": []}  # who looks now sees it too
+            # whoever looks now sees it too
+            self.writer.final = response | {"status": "failed", "error": error, "output": []}
             put(self.writer.final, Kept())
 
     def _release(self) -> None:
