@@ -10,9 +10,11 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from server.auth import Auth, OriginGate, is_local
 from server.engine_port import Engine
+from server.keys import KeyRing, load_keys
 from server.metrics import Metrics
-from server.middleware import Auth, BodyLimit, PhaseGate, RequestContext
+from server.middleware import BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
 from server.routes import (
     chat,
@@ -29,6 +31,8 @@ from server.routes import (
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
+OPEN_PATHS = ("/health",)  # what a supervisor asks, who has no key
+
 ROUTERS: tuple[APIRouter, ...] = (
     health.router,
     models.router,
@@ -44,7 +48,10 @@ ROUTERS: tuple[APIRouter, ...] = (
 
 
 def create_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics` and `routes`; the engine may be in any phase."""
+    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics` and `routes`; the engine may be in any phase.
+
+    Raises StartError for a key file that cannot be used."""
+    ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
     metrics = Metrics()
     metrics.watch(lambda: engine.phase)
     engine.add_listener(metrics.observe_delivery)
@@ -55,7 +62,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        middleware=_middleware(settings, engine, metrics),
+        middleware=_middleware(settings, engine, metrics, ring),
     )
     app.state.settings = settings
     app.state.engine = engine
@@ -67,10 +74,9 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     return app
 
 
-def _middleware(settings: Settings, engine: Engine, metrics: Metrics) -> list[Middleware]:
+def _middleware(settings: Settings, engine: Engine, metrics: Metrics, ring: KeyRing) -> list[Middleware]:
     """Outermost first."""
-    keys = [key.get_secret_value() for key in settings.api_key]
-    open_paths = ("/health",) if settings.metrics_auth else ("/health", "/metrics")
+    open_paths = OPEN_PATHS if settings.metrics_auth else (*OPEN_PATHS, "/metrics")
     stack = [Middleware(RequestContext, metrics=metrics)]
     if settings.cors_origins:
         stack.append(
@@ -84,7 +90,8 @@ def _middleware(settings: Settings, engine: Engine, metrics: Metrics) -> list[Mi
         )
     return [
         *stack,
-        Middleware(Auth, keys=keys, open_paths=open_paths),
+        Middleware(OriginGate, allowed=settings.cors_origins, only_local=not ring and is_local(settings.host)),
+        Middleware(Auth, ring=ring, open_paths=open_paths),
         Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=OPERATOR_PATHS),
         Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.read_timeout),
     ]

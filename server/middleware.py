@@ -1,10 +1,10 @@
-"""What every request passes before it reaches a route: an id and a log line, the key, the engine's phase, the body.
+"""What every request passes before it reaches a route: an id and a log line, the engine's phase, the body.
 
 Pure ASGI: Starlette's BaseHTTPMiddleware would hide client disconnects. From the outside in:
 
 RequestContext   id (told in X-Request-Id), what was ignored, arrival time, one log line, counts; contains what escapes
 (CORS)           Starlette's own, only with --cors-origins
-Auth             deny by default: every path but the open ones, in whatever spelling, needs a key
+(auth.py)        who may ask: pages of other origins may not, and where there are keys every path needs one
 PhaseGate        503 while the model loads, while the server drains, and when the engine is dead
 BodyLimit        reads the whole body first: 413 above the limit, 408 when it does not arrive in time
 """
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -218,40 +216,6 @@ class Exchange:
         self.bytes_sent += len(body)
         self._is_large = len(body) >= LARGE_PIECE
         self._shortcut.write(body)
-
-
-class Auth:
-    """401 unless the path is literally one of `open_paths` or the request brings a key: as bearer token, or in
-    x-api-key, where Anthropic's clients put it. No keys: everything passes. `state.key_digest` tells the routes which
-    key it was: the SHA-256, in hex.
-
-    The comparison takes the same time for every wrong token, whichever key it resembles."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
-        self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._open_paths = frozenset(open_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
-            scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-            given = [token] if scheme.lower() == b"bearer" else []
-            if (key := header(scope, b"x-api-key")) is not None:
-                given.append(key)
-            known = [each for each in given if self._known(each)]  # all, so that time tells nothing
-            if not known:
-                message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-                challenge = {"WWW-Authenticate": "Bearer"}
-                error = ApiError(401, message, code="invalid_api_key", headers=challenge)
-                await answer(error, scope, Incoming(scope, receive), send)
-                return
-            scope.setdefault("state", {})["key_digest"] = hashlib.sha256(known[0]).hexdigest()
-        await self.app(scope, receive, send)
-
-    def _known(self, token: bytes) -> bool:
-        digest = hashlib.sha256(token).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, so that time tells nothing
-        return any(matches)
 
 
 class PhaseGate:

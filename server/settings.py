@@ -110,7 +110,10 @@ class Settings(BaseSettings):
     )
     port: Annotated[int, Field(ge=0, le=65535)] = _setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: Keys = _setting((), "Key that clients must send as a bearer token; several may be given.")
-    metrics_auth: bool = _setting(False, "Ask for the key on /metrics too.")
+    api_key_file: str | None = _setting(
+        None, "TOML file of keys, hashed, with their scopes, weights and limits: see docs/security.md."
+    )
+    metrics_auth: bool = _setting(True, "Where there are keys, ask for one on /metrics too.")
     served_model_name: Names = _setting((), "Name(s) the model answers to; the default is the model's own.")
     cors_origins: Names = _setting((), "Web origins whose pages may call the API; * for any.")
     max_body_size: Size = _setting(16 << 20, "Largest request body.", unit="bytes")
@@ -145,6 +148,9 @@ class Settings(BaseSettings):
     )
     embedding_dimensions: bool = _setting(
         False, "Let clients shorten embeddings; for models that are trained to bear it."
+    )
+    request_timeout: Seconds = _setting(
+        0.0, "A request that takes longer ends with an error; 0: none does. Requests may ask for less.", unit="seconds"
     )
     grace_period: Seconds = _setting(
         20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"

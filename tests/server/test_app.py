@@ -84,7 +84,7 @@ async def test_a_body_above_the_limit_is_413() -> None:
 async def test_every_route_is_guarded_but_the_open_ones(method: str, path: str) -> None:
     async with client_of(StubEngine(ready=True), api_key="hunter2") as client:
         response = await client.request(method, path.replace("{", "").replace("}", ""))
-        if path in ("/health", "/metrics"):
+        if path == "/health":
             assert response.status_code == 200
         else:
             assert response.status_code == 401
@@ -95,18 +95,19 @@ async def test_every_route_is_guarded_but_the_open_ones(method: str, path: str) 
         assert "hunter2" not in response.text
 
 
-async def test_metrics_can_be_guarded_too() -> None:
-    async with client_of(StubEngine(ready=True), api_key="k", metrics_auth=True) as client:
-        assert (await client.get("/metrics")).status_code == 401
-        assert (await client.get("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
+async def test_metrics_can_be_open_beside_keys() -> None:
+    async with client_of(StubEngine(ready=True), api_key="k", metrics_auth=False) as client:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/metrics/")).status_code == 401
 
 
 async def test_cors_is_off_unless_asked_for_and_then_needs_no_key_to_ask() -> None:
     ask = {"Origin": "http://page.test", "Access-Control-Request-Method": "POST"}
     async with client_of(StubEngine(ready=True)) as client:
         response = await client.options("/v1/completions", headers=ask)
-        assert response.status_code == 405
+        assert response.status_code == 403
         assert "access-control-allow-origin" not in response.headers
+        assert (await client.post("/v1/completions", headers={"Origin": "http://page.test"})).status_code == 403
     async with client_of(StubEngine(ready=True), cors_origins="http://page.test", api_key="k") as client:
         response = await client.options("/v1/completions", headers=ask)
         assert response.status_code == 200
