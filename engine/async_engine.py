@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
 from engine.beam import num_blocks_needed, num_candidates
 from engine.config import EngineConfig
@@ -26,13 +27,14 @@ from engine.outputs import (
     ModelInfo,
     NotServing,
     Phase,
-    QueueFull,
+    RequestTimedOut,
     SequenceOutput,
 )
 from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams, StructuredOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stream import GenerationStream
+from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("pagemill.engine")
@@ -54,8 +56,8 @@ class AsyncEngine:
         self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
         self._listeners: list[Callable[[Delivery], None]] = []
         self._outbox: deque[Delivery] = deque()  # on their way from the engine thread
-        self._num_waiting = 0  # admitted sequences that have not produced a token
-        self._num_waiting_tokens = 0  # their prompt tokens
+        self._deadlines: dict[int, asyncio.TimerHandle] = {}  # of the streams that have one
+        self._admission = Admission(config.scheduler, time.monotonic)  # what has not produced a token
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead = asyncio.Event()
@@ -179,25 +181,36 @@ class AsyncEngine:
         return await grammars.compile(structured, client)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        label: str = "",
+        terms: Terms = NO_TERMS,
     ) -> GenerationStream:
         """Admit one HTTP request (all prompts x params.n, whole or not at all) and return its stream of outputs.
 
         prompts: token ids; params.max_tokens None means what remains of max_model_len; label: the client's name
-        for the request, only for logs. Raises InvalidParameter, QueueFull or NotServing."""
+        for the request, only for logs. Raises InvalidParameter, QueueFull, NotServing or RequestTimedOut."""
         if self._phase is not Phase.READY:
             raise NotServing(f"The engine is {self._phase.value}.")
         self._check(prompts, params)
-        num_sequences = len(prompts) * params.n
-        num_tokens = sum(map(len, prompts)) * params.n
-        self._admit(num_sequences, num_tokens)
+        now = time.monotonic()
+        if terms.deadline_s is not None and terms.deadline_s <= now:
+            raise RequestTimedOut
+        self._admission.enter(len(prompts) * params.n, sum(map(len, prompts)) * params.n, terms)
         if params.structured is not None and self._loaded.grammars is not None:
             self._loaded.grammars.acquire(params.structured)
-        now = time.monotonic()
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stream_id = next(self._stream_ids)
         stream = GenerationStream(
-            stream_id, {i: len(p) for i, p in enumerate(prompts)}, params.n, on_abort=self._abort, label=label
+            stream_id,
+            {i: len(p) for i, p in enumerate(prompts)},
+            params.n,
+            on_abort=self._abort,
+            label=label,
+            terms=terms,
         )
         requests = tuple(
             Request(
@@ -209,14 +222,16 @@ class AsyncEngine:
                 eos_token_ids=self.model_info.eos_token_ids,
                 cache_salt=cache_salt,
                 arrival_s=now,
+                terms=terms,
             )
             for index, prompt in enumerate(prompts)
         )
         self._streams[stream_id] = stream
         if params.structured is not None:
             self._forms[stream_id] = params.structured
-        self._num_waiting += num_sequences
-        self._num_waiting_tokens += num_tokens
+        if terms.deadline_s is not None:
+            late = asyncio.get_running_loop().call_later(terms.deadline_s - now, self._time_out, stream)
+            self._deadlines[stream_id] = late
         self._idle.clear()
         self._loop.post(Submit(requests))
         return stream
@@ -278,25 +293,15 @@ class AsyncEngine:
             return params
         return replace(params, max_tokens=self.model_info.max_model_len - prompt_len)
 
-    def _admit(self, num_sequences: int, num_tokens: int) -> None:
-        """The bound covers inbox and waiting together, in sequences and in prompt tokens."""
-        limits = self.config.scheduler
-        max_sequences = limits.max_waiting_requests + limits.max_num_seqs
-        if num_sequences > max_sequences or num_tokens > limits.max_waiting_tokens:
-            raise InvalidParameter(
-                "prompt",
-                f"One request may ask for at most {max_sequences} sequences (prompts x n) and "
-                f"{limits.max_waiting_tokens} prompt tokens, this one asks for {num_sequences} and {num_tokens}.",
-            )
-        if (
-            self._num_waiting + num_sequences > max_sequences
-            or self._num_waiting_tokens + num_tokens > limits.max_waiting_tokens
-        ):
-            raise QueueFull("The server is at its limit of waiting requests. Please try again later.")
-
     def _abort(self, stream: GenerationStream, sequence: tuple[int, int] | None) -> None:
         """Called by the stream when its reader stops a sequence or leaves."""
         self._loop.post(Abort(stream.stream_id, sequence))
+        self._settle(stream)
+
+    def _time_out(self, stream: GenerationStream) -> None:
+        """On the event loop, so that a step that hangs does not hold up the answer."""
+        stream.fail(str(RequestTimedOut()), "timeout")
+        self._loop.post(Abort(stream.stream_id))
         self._settle(stream)
 
     # -- deliveries ---------------------------------------------------------------------------------------------
@@ -309,6 +314,10 @@ class AsyncEngine:
         while self._outbox:
             delivery = self._outbox.popleft()
             deliveries.append(delivery)
+            for stream_id, scheduled_s in delivery.started:
+                stream = self._streams.get(stream_id)
+                if stream is not None and stream.scheduled_s is None:
+                    stream.scheduled_s = scheduled_s
             for stream_id, outputs in delivery.outputs:
                 stream = self._streams.get(stream_id)
                 if stream is not None:
@@ -323,11 +332,11 @@ class AsyncEngine:
 
     def _settle(self, stream: GenerationStream) -> None:
         """Keep the admission counts and the idle event true to the stream's state."""
-        num_sequences, num_tokens = stream.take_started()
-        self._num_waiting -= num_sequences
-        self._num_waiting_tokens -= num_tokens
+        self._admission.start(*stream.take_started(), stream.terms)
         if stream.ended:
             self._streams.pop(stream.stream_id, None)
+            if (late := self._deadlines.pop(stream.stream_id, None)) is not None:
+                late.cancel()
             structured = self._forms.pop(stream.stream_id, None)
             if structured is not None and self._loaded.grammars is not None:
                 self._loaded.grammars.release(structured)

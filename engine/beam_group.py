@@ -132,7 +132,7 @@ class BeamGroup:
         beam.token_ids += output
         beam.max_output_tokens = len(output) + 1  # what comes after is known when all have been heard
         if before is not None:
-            beam.high_water = before.high_water
+            beam.high_water = beam.num_charged = before.high_water
         return beam
 
     def _forked(self, parent: Sequence) -> Sequence:

@@ -36,8 +36,9 @@ class BeamGroups:
         group = self.of(sequence)
         return 1 if group is None else group.width
 
-    def add(self, request: Request) -> None:
-        """To the end of waiting. Raises ValueError for a search that may need more rows or blocks than there are."""
+    def add(self, request: Request) -> list[Sequence]:
+        """The sequence that shall wait for the search. Raises ValueError for a search that may need more rows or
+        blocks than there are."""
         choice, beam, manager = request.sequences[0], request.params.beam, self._manager
         assert beam is not None
         length = choice.num_prompt_tokens, choice.max_output_tokens
@@ -45,7 +46,7 @@ class BeamGroups:
         if beam.width > self._rows.num_rows or needed > manager.allocator.num_blocks:
             raise ValueError(f"a beam search of {beam.width} hypotheses and {needed} blocks cannot be served")
         group = self._groups[request] = BeamGroup(request, manager, self._rows)
-        self._queues.waiting += group.beams
+        return group.beams
 
     def fork(self, group: BeamGroup, trunk: Sequence) -> None:
         """The others stand beside the trunk, for they are as old as it is, and compute from the next step on."""
@@ -87,7 +88,7 @@ class BeamGroups:
         self._take_out(group)
         trunk = group.reset()
         self._queues.num_unforked += len(trunk.siblings)
-        self._queues.waiting.appendleft(trunk)
+        self._queues.waiting.put_first([trunk])
         for choice in group.choices:
             choice.num_preemptions += 1
 
@@ -106,9 +107,10 @@ class BeamGroups:
         """Its sequences out of running and waiting."""
         queues = self._queues
         for beam in group.beams:
+            queues.waiting.charge(beam)
             queues.num_unforked -= len(beam.siblings)
             beam.siblings = []
             if beam.status is SequenceStatus.RUNNING:
                 queues.running.remove(beam)
-            elif beam in queues.waiting:
+            else:
                 queues.waiting.remove(beam)

@@ -178,4 +178,5 @@ class EngineLoop(threading.Thread):
         self._hand_over(self._scheduler.fail_step(batch, message, time.monotonic()))
 
     def _hand_over(self, changes: Changes, **seconds: float) -> None:
-        self._deliver(Delivery(changes.outputs, self._scheduler.step_stats(**seconds), changes.finished))
+        stats = self._scheduler.step_stats(**seconds)
+        self._deliver(Delivery(changes.outputs, stats, changes.finished, changes.started))

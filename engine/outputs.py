@@ -5,6 +5,7 @@ EngineError
 +-- NotServing     the engine is starting, draining or dead (503)
 +-- RequestFailed  this request failed inside the engine; others go on (500)
     +-- RequestAtFault  ... of what it asked for, which could not be seen before (400)
+    +-- RequestTimedOut  ... its time was over (408)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 
 from engine.stats import RequestStats, StepStats
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
 class EngineError(Exception):
@@ -45,6 +46,11 @@ class RequestAtFault(RequestFailed):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class RequestTimedOut(RequestFailed):
+    def __init__(self) -> None:
+        super().__init__("The request took longer than it was given.")
 
 
 class Phase(Enum):
@@ -116,11 +122,13 @@ class SequenceOutput:
 class Delivery:
     """One hand-over per step: everything the event loop learns from it.
 
-    outputs: per stream id, the outputs of its sequences."""
+    outputs: per stream id, the outputs of its sequences. started: streams whose first sequences got a row, and when
+    (time.monotonic); one may be named again."""
 
     outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...] = ()
     step: StepStats | None = None
     finished: tuple[RequestStats, ...] = ()
+    started: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

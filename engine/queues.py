@@ -5,18 +5,18 @@ Knows who stands where, and how a choice that was not yet forked from its prompt
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 
 from engine.sequence import Sequence, SequenceStatus
+from engine.waiting import Waiting
 
 
 class Queues:
-    """waiting: first come, first served; running: in order of admission. num_unforked: sequences in neither, that will
-    be forked from one of them (its `siblings`)."""
+    """running: in order of admission. num_unforked: sequences neither there nor waiting, that will be forked from one
+    that is (its `siblings`)."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Waiting()
         self.running: list[Sequence] = []
         self.num_unforked = 0
 
@@ -31,35 +31,38 @@ class Queues:
         return sum(len(sequence.token_ids) for sequence in self.waiting)
 
     def add(self, primary: Sequence, siblings: list[Sequence]) -> None:
-        """To the end of waiting; the siblings will be forked from the primary."""
+        """To the end of its client's line; the siblings will be forked from the primary."""
         primary.siblings = siblings
         self.num_unforked += len(siblings)
-        self.waiting.append(primary)
+        self.waiting.add(primary)
 
     def put_back(self, sequence: Sequence) -> None:
         """From running to the front of waiting."""
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_first([sequence])
         sequence.status = SequenceStatus.WAITING
 
     def leave(self, sequence: Sequence) -> None:
         """Out of running, waiting or its primary's siblings; its own siblings get a new primary."""
-        place = 0
+        heir = self._heir(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            place = self.waiting.index(sequence)
-            del self.waiting[place]
-        else:
+            if heir is not None:
+                self.waiting.put_first([heir])
+        elif not self.waiting.remove(sequence, heir):
             primary = next(s for s in sequence.request.sequences if sequence in s.siblings)
             primary.siblings.remove(sequence)
             self.num_unforked -= 1
-        if sequence.siblings:
-            heir, *rest = sequence.siblings
-            heir.num_scored_tokens = sequence.num_scored_tokens
-            sequence.siblings, heir.siblings = [], rest
-            self.num_unforked -= 1
-            self.waiting.insert(place, heir)
+
+    def _heir(self, sequence: Sequence) -> Sequence | None:
+        """The sibling from which the others will be forked instead; it waits from now on."""
+        if not sequence.siblings:
+            return None
+        heir, *rest = sequence.siblings
+        heir.num_scored_tokens = sequence.num_scored_tokens
+        sequence.siblings, heir.siblings = [], rest
+        self.num_unforked -= 1
+        return heir
 
     def check(self, live: Collection[Sequence]) -> None:
         """Raises AssertionError unless exactly `live` stand here or will be forked. For tests."""

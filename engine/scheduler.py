@@ -3,8 +3,8 @@
 Knows queues, rows and the token budget; leaves blocks to the KV manager and time to the caller. There is no
 prefill and no decode mode: a step gives every sequence some of the tokens it has and has not computed. Guarantees:
 - every running sequence that lacks one token gets it in every step, unless memory is short;
-- first come, first served: a sequence that does not fit holds those behind it back, so none starves; only one
-  that waits for a prefix another is computing lets others pass;
+- who is next (`Waiting` knows) and does not fit holds the others back, so none starves; only one that waits for a
+  prefix another is computing lets others pass;
 - the oldest running sequence always advances: under pressure the youngest gives its memory back first;
 - rows and blocks of a sequence are reused only when the last step in flight that names it has retired;
 - every sequence that was added ends exactly once: a finish_reason in an output, and one RequestStats.
@@ -71,8 +71,10 @@ class Scheduler:
             raise ValueError(f"a prompt of {primary.num_prompt_tokens} tokens cannot be served")
         for sequence in request.sequences:
             sequence.max_output_tokens = room if wanted is None else min(room, wanted)
-        if request.params.beam is not None:
-            self._groups.add(request)
+        beams = self._groups.add(request) if request.params.beam is not None else []
+        self.queues.waiting.enter(request, self.queues.running)
+        if beams:
+            self.queues.waiting.add(beams[0])
         else:
             self.queues.add(primary, siblings)
         live = self._live.setdefault(request.stream_id, {})
@@ -110,7 +112,7 @@ class Scheduler:
         step = StepPlan(now, self._config.max_num_batched_tokens)
         if self._schedule_running(step):
             self._schedule_waiting(step)
-        self.queues.waiting.extendleft(reversed(step.overflow))
+        self.queues.waiting.put_first(step.overflow)
         if not step.rows:
             assert self._in_flight or not self.has_work, "work, but nothing to do and nothing to wait for"
             return None
@@ -173,25 +175,25 @@ class Scheduler:
         manager, waiting = self.manager, self.queues.waiting
         if not waiting or not self._rows.has_free or step.budget <= 0:
             return
-        passed_over: list[Sequence] = []
+        waiting.settle(self.queues.running)
         while waiting and self._rows.has_free and step.budget > 0:
-            sequence = waiting[0]
+            sequence = waiting.first
             if sequence.releasing or self._rows.num_free < self._groups.num_rows_wanted(sequence):
                 break
             match = None if manager.is_claimed(sequence.waits_for) else manager.match_prefix(sequence)
             if match is None or manager.is_claimed(match.next_name):
                 if match is not None:
                     sequence.waits_for = match.next_name
-                passed_over.append(waiting.popleft())
+                waiting.pass_over()
                 continue
             needed = manager.num_blocks_to_admit(sequence, match)
             # one block of headroom per running sequence, so that the newcomer is not preempted at once
             if needed + len(self.queues.running) > manager.num_free_blocks:
                 break
-            waiting.popleft()
+            waiting.take()
             self._admit(step, sequence, match)
             self.queues.running += step.take_forked()
-        waiting.extendleft(reversed(passed_over))
+        waiting.restore()
 
     def _admit(self, step: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
         sequence.waits_for = None
@@ -200,6 +202,7 @@ class Scheduler:
             group.admitted(step.now)
         self.queues.running.append(sequence)
         num_cached = self.manager.begin(sequence, match)
+        self.queues.waiting.admitted(sequence)
         request = sequence.request
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached
@@ -232,6 +235,7 @@ class Scheduler:
             self._start(step, sibling)
             self.manager.fork(primary, sibling)
             sibling.num_computed_tokens = primary.num_computed_tokens
+            sibling.num_charged = sibling.num_prompt_tokens
             step.tell_new_row(sibling)
             step.add(sibling, sibling.num_prompt_tokens - sibling.num_computed_tokens, logits_from=index)
             step.forked.append(sibling)
@@ -242,6 +246,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         if sequence.scheduled_s is None:
             sequence.scheduled_s = step.now
+            step.started.append((sequence.request.stream_id, step.now))
 
     # -- update
 
@@ -253,7 +258,7 @@ class Scheduler:
         if len(output.rows) != len(step.entries):
             raise RuntimeError(f"step {batch.step_id} has {len(step.entries)} rows, the answer {len(output.rows)}")
         self._last_step = self._in_flight.popleft()
-        collected = Collected(now)
+        collected = Collected(now, started=step.started)
         for entry, row in zip(step.entries, output.rows, strict=True):
             self._take(entry, row, collected)
         return collected.freeze()
@@ -346,6 +351,7 @@ class Scheduler:
         if not live:
             del self._live[stream_id]
         self._leave_queue(sequence)
+        self.queues.waiting.leave(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._rows.leave(sequence)
 

@@ -18,6 +18,7 @@ from engine.outputs import FinishReason
 from engine.sampling.philox import seed_key
 from engine.sampling_params import SamplingParams
 from engine.stats import RequestStats
+from engine.terms import NO_TERMS, Terms
 
 
 class SequenceStatus(Enum):
@@ -43,12 +44,14 @@ class Request:
         eos_token_ids: ReadOnly[int] = (),
         cache_salt: str = "",
         arrival_s: float = 0.0,
+        terms: Terms = NO_TERMS,
     ) -> None:
         self.stream_id = stream_id
         self.prompt_index = prompt_index
         self.params = params
         self.cache_salt = cache_salt
         self.arrival_s = arrival_s
+        self.terms = terms
         # a form may leave nothing but its end: it ends the text then, wanted or not
         ignores_eos = params.ignore_eos and params.structured is None
         self.eos_token_ids = () if ignores_eos else tuple(eos_token_ids)
@@ -69,6 +72,7 @@ class Sequence:
         "first_token_s",
         "high_water",
         "max_output_tokens",
+        "num_charged",
         "num_claimed_blocks",
         "num_committed_blocks",
         "num_computed_tokens",
@@ -121,6 +125,7 @@ class Sequence:
         self.num_scored_tokens = 0 if is_scored else self.num_prompt_tokens - 1
 
         self.high_water = 0  # tokens ever scheduled: below it, computing is recomputing
+        self.num_charged = 0  # of them, those that its client was charged for; a prompt is charged in advance
         self.num_preemptions = 0
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None

@@ -16,10 +16,12 @@ from engine.stats import RequestStats
 
 
 class Changes(NamedTuple):
-    """What the world outside must learn: per stream id the outputs of its sequences, and who ended."""
+    """What the world outside must learn: per stream id the outputs of its sequences, who ended, and which streams got
+    their first row, when."""
 
     outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...] = ()
     finished: tuple[RequestStats, ...] = ()
+    started: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Collected:
     now: float
     outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
     finished: list[RequestStats] = field(default_factory=list)
+    started: list[tuple[int, float]] = field(default_factory=list)
 
     def tell(
         self,
@@ -76,7 +79,8 @@ class Collected:
         )
 
     def freeze(self) -> Changes:
-        return Changes(tuple((k, tuple(v)) for k, v in self.outputs.items()), tuple(self.finished))
+        outputs = tuple((k, tuple(v)) for k, v in self.outputs.items())
+        return Changes(outputs, tuple(self.finished), tuple(self.started))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class StepPlan:
     new_tokens: list[NewTokens] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)  # will run from the next step on
+    started: list[tuple[int, float]] = field(default_factory=list)  # streams that got a row, and when
     overflow: list[Sequence] = field(default_factory=list)  # siblings without a row: to the front of waiting
     num_decoding: int = 0
     num_prompt_tokens: int = 0

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine.outputs import SequenceOutput
+from engine.outputs import FinishReason, SequenceOutput
+from engine.terms import NO_TERMS, Terms
 
 Key = tuple[int, int]  # (prompt_index, choice_index)
 Sink = Callable[[tuple[SequenceOutput, ...]], bool]
@@ -29,9 +30,12 @@ class GenerationStream:
         *,
         on_abort: Callable[[GenerationStream, Key | None], None],
         label: str = "",
+        terms: Terms = NO_TERMS,
     ) -> None:
         self.stream_id = stream_id
         self.label = label
+        self.terms = terms
+        self.scheduled_s: float | None = None  # time.monotonic when the first of it got a row
         self._on_abort = on_abort
         self._open: set[Key] = {(p, c) for p in prompt_lens for c in range(n)}  # no finish_reason yet
         self._not_started = {key: prompt_lens[key[0]] for key in self._open}  # no output yet -> prompt tokens
@@ -140,9 +144,9 @@ class GenerationStream:
             self._pending = pending
         return taken
 
-    def fail(self, message: str) -> None:
-        """End every open sequence with an error."""
-        self.put(tuple(SequenceOutput(p, c, finish_reason="error", error=message) for p, c in sorted(self._open)))
+    def fail(self, message: str, reason: FinishReason = "error") -> None:
+        """End every open sequence with an error, or the time that is over."""
+        self.put(tuple(SequenceOutput(p, c, finish_reason=reason, error=message) for p, c in sorted(self._open)))
 
     def take_started(self) -> tuple[int, int]:
         """(sequences, prompt tokens) that left the waiting state since the last call: first output or end."""

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.outputs import FinishReason, RequestAtFault, RequestFailed, SequenceOutput, TokenLogprobs
+from engine.outputs import (
+    FinishReason,
+    RequestAtFault,
+    RequestFailed,
+    RequestTimedOut,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from engine.sampling_params import SamplingParams
 from engine.thinking import ThinkingGate
 from engine.tokenizer import Detokenizer, StopMatcher, StopStrings, Tokenizer
@@ -86,7 +93,10 @@ class Assembler:
     def feed(self, output: SequenceOutput) -> list[Piece]:
         """Pieces that may leave: one at most, or one per token where logprobs were asked for.
 
-        Raises RequestFailed if the engine gave the sequence up, RequestAtFault if it is the request's own fault."""
+        Raises RequestFailed if the engine gave the sequence up, RequestAtFault if it is the request's own fault,
+        RequestTimedOut."""
+        if output.finish_reason == "timeout":
+            raise RequestTimedOut
         if output.finish_reason in ("error", "abort"):
             if output.error_param is not None:
                 raise RequestAtFault(output.error_param, output.error or "The request cannot be served.")

@@ -150,6 +150,7 @@ class Answer:
                 usage.num_cached_tokens,
                 num_unfinished=sum(assembler.finish_reason is None for assembler in self._assemblers),
                 failed=self._failed,
+                scheduled_s=self.stream.scheduled_s,
             )
 
     def usage(self) -> Usage:

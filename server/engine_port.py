@@ -9,11 +9,16 @@ from typing import Protocol
 
 from engine.outputs import Delivery, ModelInfo, Phase, SequenceOutput
 from engine.sampling_params import SamplingParams, StructuredOutput
+from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
 
 
 class Generation(Protocol):
     """Outputs of one HTTP request; see `engine.stream.GenerationStream`."""
+
+    @property
+    def scheduled_s(self) -> float | None:
+        """time.monotonic() when the first of it got a row, once that is known."""
 
     def __aiter__(self) -> Generation: ...
 
@@ -66,6 +71,12 @@ class Engine(Protocol):
         Raises InvalidParameter for one that is wrong or too costly, QueueFull, NotServing."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        label: str = "",
+        terms: Terms = NO_TERMS,
     ) -> Generation:
-        """Raises InvalidParameter, QueueFull or NotServing."""
+        """Raises InvalidParameter, QueueFull, NotServing or RequestTimedOut."""

@@ -36,6 +36,7 @@ from server.reading import ModelReader
 from server.settings import Settings
 from server.shown_prompt import ShownPrompt
 from server.sse import EventStream, client_gone, collect
+from server.terms import salt_of, terms_of
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
 FEW_STOP_CHARS = 256
@@ -129,14 +130,18 @@ class Front:
         """Hand the request to the engine. id: the answer's. shown, num_kept, new_stop_gate: see Answer. forms: what
         the request's tools ask of the compiler.
 
-        Raises InvalidParameter, QueueFull, NotServing, ApiError."""
+        Raises InvalidParameter, QueueFull, NotServing, RequestTimedOut, ApiError."""
         self.check_limits(params)
-        state = request.scope.get("state", {})
-        observer = Observer(self.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
+        observer = Observer.of(request, self.metrics)
         await self._compile_all(params.structured, forms, request)
         stops = await _stop_strings(params.stop)
-        label = _name_exchange(state, id)
-        stream = self.engine.generate(prompts, params, cache_salt=body.cache_salt or "", label=label)
+        stream = self.engine.generate(
+            prompts,
+            params,
+            cache_salt=salt_of(request, body),
+            label=_name_exchange(request.scope.get("state", {}), id),
+            terms=terms_of(request, body, self.settings),
+        )
         lengths = [len(prompt) for prompt in prompts]
         return Answer(
             stream, self.tokenizer, params, lengths, observer=observer, stops=stops, new_stop_gate=new_stop_gate,

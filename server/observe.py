@@ -1,25 +1,39 @@
-"""What one HTTP request tells the metrics and its log line: first tokens, gaps, ends and usage, as the assembler
-counts them."""
+"""What one HTTP request tells the metrics, its log line and its client's account: first tokens, gaps, ends and usage,
+as the assembler counts them."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from starlette.requests import Request
+
+from server.keys import Account
 from server.metrics import Metrics
 
 
 class Observer:
     """One request's. arrival_s: time.monotonic of its arrival; log: facts for its log line."""
 
-    __slots__ = ("_arrival_s", "_last_s", "_log", "_metrics", "_reasons")
+    __slots__ = ("_account", "_arrival_s", "_first_s", "_last_s", "_log", "_metrics", "_reasons")
 
-    def __init__(self, metrics: Metrics, arrival_s: float, log: dict[str, Any]) -> None:
+    def __init__(
+        self, metrics: Metrics, arrival_s: float, log: dict[str, Any], account: Account | None = None
+    ) -> None:
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._log = log
+        self._account = account
+        self._first_s: float | None = None  # the first token of any choice
         self._last_s: dict[int, float] = {}  # choice index -> its latest tokens
         self._reasons: list[str] = []
+
+    @staticmethod
+    def of(request: Request, metrics: Metrics) -> Observer:
+        state = request.scope.get("state", {})
+        return Observer(
+            metrics, state.get("arrival", time.monotonic()), state.get("log", {}), state.get("account")
+        )  # fmt: skip
 
     def took(self, index: int, num_accepted: int, num_discarded: int, finish_reason: str | None) -> None:
         """One delivery to choice `index`."""
@@ -28,6 +42,8 @@ class Observer:
             last = self._last_s.get(index)
             if last is None:
                 self._metrics.first_token(now - self._arrival_s)
+                if self._first_s is None:
+                    self._first_s = now
             else:
                 self._metrics.inter_token(now - last, num_accepted)
             self._last_s[index] = now
@@ -45,17 +61,35 @@ class Observer:
         *,
         num_unfinished: int,
         failed: bool,
+        scheduled_s: float | None = None,
     ) -> None:
         """The request is over. num_unfinished: choices that did not come to an end, because the request failed or
-        because the client left."""
+        because the client left. scheduled_s: when the first of it got a row."""
+        now = time.monotonic()
         reason = "error" if failed else "abort"
         for _ in range(num_unfinished):
             self._reasons.append(reason)
-            self._metrics.request_done(reason, time.monotonic() - self._arrival_s)
+            self._metrics.request_done(reason, now - self._arrival_s)
         self._metrics.usage(num_prompt_tokens, num_completion_tokens, num_cached_tokens)
+        if self._account is not None:
+            self._account.spend(num_prompt_tokens + num_completion_tokens, now)
         self._log |= {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "cached_tokens": num_cached_tokens,
+            **self._times(scheduled_s),
             "finish": ",".join(sorted(set(self._reasons))),
         }
+
+    def _times(self, scheduled_s: float | None) -> dict[str, float]:
+        """In milliseconds, as far as it came: arrival to first row, to first token, to last token."""
+        marks = {"queue_ms": scheduled_s, "prefill_ms": self._first_s, "decode_ms": None}
+        if self._first_s is not None:
+            marks["decode_ms"] = max(self._last_s.values())
+        times, before = {}, self._arrival_s
+        for name, mark in marks.items():
+            if mark is None:
+                break
+            times[name] = round(1000 * (mark - before), 1)
+            before = mark
+        return times

@@ -17,6 +17,7 @@ from engine.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from engine.terms import MAX_PRIORITY
 from server.protocol.beam import SearchFields
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel, shape
@@ -24,6 +25,7 @@ from server.protocol.parsing import at_most, short, wrong
 
 MAX_CACHE_SALT_CHARS = 256
 MAX_CHOICES = 10_000  # of a structured output
+MAX_TIMEOUT_S = 86400.0
 
 # response_format, in which `structured.py` reads what it needs; a description is for models that see the schema
 RESPONSE_FORMAT = shape("type", json_schema=shape("name", "schema", "strict", hints=("description",)))
@@ -98,6 +100,29 @@ def within(low: float, high: float | None = None) -> Any:
     return Field(default=None, json_schema_extra=bounds)
 
 
+def _timeout(value: object) -> object:
+    if value is not None and not (type(value) in (int, float) and 0 < value <= MAX_TIMEOUT_S):  # type: ignore[operator]
+        raise wrong(f"must be a number of seconds, more than 0 and at most {MAX_TIMEOUT_S:g}, got {short(value)}.")
+    return value
+
+
+def _priority(value: object) -> object:
+    if value is not None and not (type(value) is int and abs(value) <= MAX_PRIORITY):
+        raise wrong(f"must be a whole number between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {short(value)}.")
+    return value
+
+
+# seconds since the request arrived; then it ends with an error
+Timeout = Annotated[
+    float | None, BeforeValidator(_timeout), Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S})
+]
+# among the requests of one API key those with lower numbers are served first
+Priority = Annotated[
+    int | None,
+    BeforeValidator(_priority),
+    Field(json_schema_extra={"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY}),
+]
+
 STOP_SCHEMA = WithJsonSchema(
     {
         "anyOf": [
@@ -157,6 +182,8 @@ class GenerationRequest(SearchFields):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: CacheSalt = None
+    timeout: Timeout = None
+    priority: Priority = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None  # a schema, or its text

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 from pydantic import BeforeValidator
 
-from server.protocol.common import CacheSalt
+from server.protocol.common import CacheSalt, Priority, Timeout
 from server.protocol.completions import PROMPT_SCHEMA, read_prompts
 from server.protocol.errors import InvalidRequest
 from server.protocol.fields import WireModel
@@ -22,12 +22,12 @@ MAX_NUMBERS = MAX_INPUTS * 4096  # of one answer: some 100 MB as JSON
 
 
 class EmbeddingRequest(WireModel):
-    """Body of POST /v1/embeddings. pooling, normalize, add_special_tokens and cache_salt are ours.
+    """Body of POST /v1/embeddings. pooling, normalize, add_special_tokens, cache_salt, timeout and priority are ours.
 
     pooling: "last" is the last token's hidden state, "mean" the mean over all. normalize: to length 1, unless it is
     false."""
 
-    hints: ClassVar = frozenset({"user", "truncate", "priority"})
+    hints: ClassVar = frozenset({"user", "truncate"})
 
     model: str | None = None
     input: Annotated[
@@ -39,6 +39,8 @@ class EmbeddingRequest(WireModel):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: CacheSalt = None
+    timeout: Timeout = None
+    priority: Priority = None
 
     def check_dimensions(self, hidden_size: int, *, may_shorten: bool) -> None:
         """Raises InvalidRequest for a length that this model cannot give."""

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from engine.outputs import NotServing, QueueFull, RequestAtFault, RequestFailed
+from engine.outputs import NotServing, QueueFull, RequestAtFault, RequestFailed, RequestTimedOut
 from engine.sampling_params import InvalidParameter
 from server.protocol import message_errors
 
@@ -120,6 +120,8 @@ def to_api_error(error: Exception) -> ApiError:
             return _from_validation(error)
         case HTTPException():
             return _from_http(error)
+        case RequestTimedOut():  # trying again would take as long: OpenAI's and Anthropic's clients heed the header
+            return ApiError(408, str(error), code="timeout", headers={"X-Should-Retry": "false"})
         case RequestFailed():
             return ApiError(500, "The request failed inside the engine.", code=SERVER_ERROR)
         case _:
@@ -128,7 +130,8 @@ def to_api_error(error: Exception) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Gives every failure of every route, known or not, the envelope."""
-    for kind in (ApiError, InvalidParameter, QueueFull, NotServing, HTTPException, RequestValidationError):
+    told = (ApiError, InvalidParameter, QueueFull, NotServing, RequestTimedOut, HTTPException, RequestValidationError)
+    for kind in told:
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestFailed, _handle_logged)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)

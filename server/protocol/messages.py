@@ -25,6 +25,7 @@ from server.protocol.parsing import at_most, check_fields, short
 SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt", "chat_template_kwargs",
+    "timeout", "priority",
 )  # fmt: skip
 FORMAT = shape("type", "schema", hints=("name", "description", "strict"))
 # fields that would make another answer, or bring words that are not here
@@ -138,6 +139,8 @@ class MessagesRequest(WireModel):
     repetition_penalty: Any = None
     logit_bias: Any = None
     cache_salt: Any = None
+    timeout: Any = None
+    priority: Any = None
     chat_template_kwargs: Any = None
 
     def check_max_tokens(self) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive
 
-from engine.outputs import QueueFull, RequestAtFault, RequestFailed
+from engine.outputs import QueueFull, RequestAtFault, RequestFailed, RequestTimedOut
 from engine.sampling_params import SamplingParams
 from server.engine_port import Generation
 from server.front import Front, front_of, read
@@ -18,6 +17,7 @@ from server.openapi import takes
 from server.protocol.embeddings import EmbeddingRequest
 from server.protocol.errors import CLIENT_CLOSED
 from server.sse import client_gone
+from server.terms import salt_of, terms_of
 
 INPUTS_AT_ONCE = 128  # handed to the engine together: a long list must not fill the queue for everybody
 TOKENS_AT_ONCE = 1 << 18
@@ -38,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
     params = SamplingParams(max_tokens=0, pooling=body.pooling or settings.embedding_pooling)
     add_special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(front.encoder.inputs, body.input, add_special_tokens=add_special)
-    job = _Job(front, prompts, params, body.cache_salt or "", request)
+    job = _Job(front, prompts, params, body, request)
     vectors = await job.run(request.receive)
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED)  # nobody is there to read it
@@ -50,20 +50,27 @@ class _Job:
     """The prompts of one request on their way through the engine."""
 
     def __init__(
-        self, front: Front, prompts: Sequence[Sequence[int]], params: SamplingParams, salt: str, request: Request
+        self,
+        front: Front,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        body: EmbeddingRequest,
+        request: Request,
     ) -> None:
         self._front = front
         self._prompts = prompts
         self._params = params
-        self._salt = salt
-        state = request.scope.get("state", {})
-        self._label = str(state.get("request_id", ""))
-        self._observer = Observer(front.metrics, state.get("arrival", time.monotonic()), state.get("log", {}))
+        self._salt = salt_of(request, body)
+        self._terms = terms_of(request, body, front.settings)
+        self._label = str(request.scope.get("state", {}).get("request_id", ""))
+        self._observer = Observer.of(request, front.metrics)
         self._vectors: list[bytes] = []
+        self._streams: list[Generation] = []
         self._num_cached = 0
 
     async def run(self, receive: Receive) -> list[bytes] | None:
-        """One vector per prompt; None when the client left. Raises QueueFull, NotServing, ApiError."""
+        """One vector per prompt; None when the client left. Raises QueueFull, NotServing, RequestTimedOut,
+        ApiError."""
         work = asyncio.create_task(self._all())
         watch = asyncio.create_task(client_gone(receive))
         failed = False
@@ -92,9 +99,12 @@ class _Job:
     async def _some(self, start: int, prompts: Sequence[Sequence[int]]) -> None:
         found: dict[int, bytes] = {}
         stream = await self._admitted(start, prompts)
+        self._streams.append(stream)
         try:
             async for outputs in stream:
                 for output in outputs:
+                    if output.finish_reason == "timeout":
+                        raise RequestTimedOut
                     if output.finish_reason in ("error", "abort"):
                         if output.error_param is not None:
                             raise RequestAtFault(output.error_param, output.error or "")
@@ -111,7 +121,9 @@ class _Job:
         """The first prompts are refused where there is no room; the others wait for it."""
         while True:
             try:
-                return self._front.engine.generate(prompts, self._params, cache_salt=self._salt, label=self._label)
+                return self._front.engine.generate(
+                    prompts, self._params, cache_salt=self._salt, label=self._label, terms=self._terms
+                )
             except QueueFull:
                 if not start:
                     raise
@@ -125,6 +137,7 @@ class _Job:
             self._num_cached,
             num_unfinished=len(self._prompts) - num_done,
             failed=failed,
+            scheduled_s=self._streams[0].scheduled_s if self._streams else None,
         )
 
 

@@ -16,6 +16,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stats import RequestStats
 from engine.step import Changes
+from engine.terms import NO_TERMS, Terms
 from tests.engine.fake_runner import EOS, FakeHandle, FakeRunner, solo, solo_search
 
 Key = tuple[int, int, int]  # stream, prompt, choice
@@ -70,12 +71,21 @@ class FakeEngine:
         index: int = 0,
         seed: int = 0,
         salt: str = "",
+        terms: Terms = NO_TERMS,
     ) -> int:
         """Queue one prompt; returns its stream id."""
         stream = len(self.requests) if stream is None else stream
         params = params or SamplingParams(max_tokens=8)
         request = Request(
-            stream, index, prompt, params, seed=seed, eos_token_ids=(EOS,), cache_salt=salt, arrival_s=self.now
+            stream,
+            index,
+            prompt,
+            params,
+            seed=seed,
+            eos_token_ids=(EOS,),
+            cache_salt=salt,
+            arrival_s=self.now,
+            terms=terms,
         )
         self.requests[stream, index] = request, seed
         self.texts.update({(stream, index, choice): Text() for choice in range(params.n)})

@@ -86,7 +86,7 @@ async def settled(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.01)
         if not engine._streams and not engine._loaded.scheduler.has_work:
             break
-    assert (engine._num_waiting, engine._num_waiting_tokens) == (0, 0)
+    assert (engine._admission.num_sequences, engine._admission.num_tokens) == (0, 0)
     manager = engine._loaded.scheduler.manager
     assert manager.num_free_blocks == manager.allocator.num_blocks
 

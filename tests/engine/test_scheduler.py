@@ -12,6 +12,7 @@ from engine.kv.manager import KVCacheManager
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Request
+from engine.step import Changes
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_runner import EOS
 
@@ -483,10 +484,10 @@ def test_answers_of_another_step_are_refused() -> None:
 
 def test_abort_of_the_unknown_changes_nothing() -> None:
     engine = FakeEngine()
-    assert engine.scheduler.abort(99, now=0.0) == ((), ())
+    assert engine.scheduler.abort(99, now=0.0) == Changes()
     engine.add(prompt(4), forever(1))
     engine.run()
-    assert engine.scheduler.abort(0, now=0.0) == ((), ()), "it has ended"
+    assert engine.scheduler.abort(0, now=0.0) == Changes(), "it has ended"
 
 
 def test_a_stop_string_is_counted_as_stop() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling_params import SamplingParams
+from engine.terms import Terms
 from tests.engine.fake_engine import FakeEngine
 
 
@@ -60,11 +61,14 @@ def play(
         num_groups=num_groups,
         fails=lambda batch, index: fail_rng.random() < fail_rate,
     )
+    clients = {name: rng.choice([0.5, 1.0, 4.0]) for name in rng.choice([[""], ["", "b"], ["a", "b", "c"]])}
     stems = [[rng.randrange(50) for _ in range(rng.choice([5, 32, 100]))] for _ in range(2)]
     for turn in range(num_turns):
         for _ in range(rng.choice([0, 0, 0, 1, 3])):
             stream = 1000 + turn * 10 + rng.randrange(10)
             if (stream, 0) not in engine.requests:
+                client = rng.choice(list(clients))
+                terms = Terms(client, clients[client], priority=rng.choice([0, 0, -1, 2]))
                 for index in range(rng.choice([1, 1, 2])):
                     prompt = random_prompt(rng, stems, max_model_len - 1)
                     params = random_params(rng)
@@ -77,6 +81,7 @@ def play(
                         index=index,
                         seed=rng.randrange(100),
                         salt=rng.choice(["", "", "a"]),
+                        terms=terms,
                     )
         if rng.random() < 0.08 and engine.texts:
             stream, index, choice = rng.choice(list(engine.texts))

@@ -28,6 +28,7 @@ from engine.outputs import (
 )
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.stream import GenerationStream
+from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
 
 CHATML = (
@@ -81,6 +82,7 @@ class Admitted:
     params: SamplingParams
     cache_salt: str
     label: str
+    terms: Terms = NO_TERMS
 
 
 # (prompt token ids, prompt index, choice index) -> token ids the model "samples", before any limit
@@ -160,7 +162,13 @@ class FakeEngine:
         return known
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        label: str = "",
+        terms: Terms = NO_TERMS,
     ) -> GenerationStream:
         if self.refusal is not None:
             raise self.refusal
@@ -174,7 +182,7 @@ class FakeEngine:
                 > self.model_info.max_model_len
             ):
                 raise InvalidParameter("prompt", "The prompt has a bad length.")
-        self.admitted.append(Admitted(tuple(map(tuple, prompts)), params, cache_salt, label))
+        self.admitted.append(Admitted(tuple(map(tuple, prompts)), params, cache_salt, label, terms))
         stream = GenerationStream(
             len(self.admitted), {i: len(p) for i, p in enumerate(prompts)}, params.n, on_abort=self._on_abort
         )

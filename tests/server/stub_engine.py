@@ -21,6 +21,7 @@ from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SequenceOutpu
 from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.stats import CacheStats, RequestStats, StepStats
 from engine.stream import GenerationStream, Key
+from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
 
 EOS_ID = 256
@@ -127,7 +128,13 @@ class StubEngine:
         return True
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, cache_salt: str = "", label: str = ""
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        label: str = "",
+        terms: Terms = NO_TERMS,
     ) -> GenerationStream:
         if self.phase is not Phase.READY:
             raise NotServing(f"The engine is {self.phase.value}.")
