@@ -1,0 +1,45 @@
+"""The containers' health check against a server in each of its phases."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.process import ServerProcess, free_port, stub_server
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "healthcheck.py"
+
+
+def check(port: int, *flags: str) -> tuple[int, str]:
+    env = {"PATH": os.environ["PATH"], "PAGEMILL_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
+    done = subprocess.run([sys.executable, "-I", str(SCRIPT), *flags], env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout.strip()
+
+
+def both(server: ServerProcess) -> list[tuple[int, str]]:
+    return [check(server.port), check(server.port, "--alive")]
+
+
+def test_ready_and_loading(tmp_path: Path) -> None:
+    with stub_server(tmp_path / "log", "--load", "3") as server:
+        server.wait_for("starting")
+        assert both(server) == [(1, "starting"), (0, "starting")]
+        server.wait_for("ready")
+        assert both(server) == [(0, "ready"), (0, "ready")]
+
+
+def test_a_step_that_hangs(tmp_path: Path) -> None:
+    with stub_server(tmp_path / "log", "--hung") as server:
+        server.wait_for("hung")
+        assert both(server) == [(1, "hung"), (1, "hung")]
+
+
+@pytest.mark.parametrize("flags", [(), ("--alive",)])
+def test_nobody_there(flags: tuple[str, ...]) -> None:
+    code, said = check(free_port(), *flags)
+    assert code == 1
+    assert said.startswith("no answer on port")
