@@ -20,7 +20,7 @@ from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
 from engine.beam import num_blocks_needed, num_candidates
 from engine.config import EngineConfig
-from engine.loop import Abort, EngineLoop, Runner, Stop, Submit
+from engine.loop import Abort, EngineLoop, ResetPrefixCache, Runner, Stop, Submit
 from engine.outputs import (
     Delivery,
     EngineError,
@@ -297,6 +297,12 @@ class AsyncEngine:
         """Called by the stream when its reader stops a sequence or leaves."""
         self._loop.post(Abort(stream.stream_id, sequence))
         self._settle(stream)
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that come from now on find nothing of what was computed before. Raises NotServing."""
+        if self._phase is not Phase.READY:
+            raise NotServing(f"The engine is {self._phase.value}.")
+        self._loop.post(ResetPrefixCache())
 
     def _time_out(self, stream: GenerationStream) -> None:
         """On the event loop, so that a step that hangs does not hold up the answer."""

@@ -41,11 +41,16 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """What comes after it finds nothing of what was computed before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | ResetPrefixCache | Stop
 
 
 class Handle(Protocol):
@@ -126,6 +131,9 @@ class EngineLoop(threading.Thread):
                     ended += self._scheduler.abort(
                         stream_id, prompt, choice, now=time.monotonic(), reason="stop"
                     ).finished
+                case ResetPrefixCache():
+                    self._scheduler.reset_prefix_cache()
+                    self._hand_over(Changes())
                 case Stop():
                     self._stopping = True
         if ended:  # gauges and counters must not wait for a step that may never follow

@@ -103,6 +103,13 @@ class Scheduler:
         while self.queues.running:
             self._preempt(self.queues.running[-1])
 
+    def reset_prefix_cache(self) -> None:
+        """Who is admitted from now on finds nothing of what was computed before."""
+        self.manager.reset_prefix_cache()
+        for sequence in self.queues.waiting:
+            if not sequence.releasing:  # else its blocks still have their names
+                sequence.forget_names()
+
     # -- schedule
 
     def schedule(self, now: float) -> ScheduledBatch | None:

@@ -194,6 +194,11 @@ class Sequence:
             return "stop"
         return "length" if num_output >= self.max_output_tokens else None
 
+    def forget_names(self) -> None:
+        """For one that waits: it will be named anew."""
+        self.root_name, self.waits_for = None, None
+        self.block_names = []
+
     def forget_computed(self) -> None:
         """Its blocks are gone: whatever runs it next starts from what the prefix cache has kept."""
         self.num_computed_tokens = self.num_scheduled_tokens = 0

@@ -6,6 +6,8 @@ is ready, and uvicorn opens its listener only after a lifespan has started. `lif
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +19,7 @@ from server.metrics import Metrics
 from server.middleware import BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
 from server.routes import (
+    admin,
     chat,
     completions,
     embeddings,
@@ -28,6 +31,7 @@ from server.routes import (
     stored_responses,
     tokenize,
 )
+from server.routes.admin import ADMIN_PATHS
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
@@ -44,11 +48,13 @@ ROUTERS: tuple[APIRouter, ...] = (
     embeddings.router,
     tokenize.router,
     openapi.router,
+    admin.router,
 )
 
 
-def create_app(settings: Settings, engine: Engine) -> FastAPI:
-    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics` and `routes`; the engine may be in any phase.
+def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | None = None) -> FastAPI:
+    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics`, `routes` and `end`; the engine may be in any
+    phase. end: begins the end of the process, as SIGTERM does; None: the app ends by other means.
 
     Raises StartError for a key file that cannot be used."""
     ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
@@ -67,6 +73,7 @@ def create_app(settings: Settings, engine: Engine) -> FastAPI:
     app.state.settings = settings
     app.state.engine = engine
     app.state.metrics = metrics
+    app.state.end = end or (lambda: None)
     app.state.routes = [route for router in ROUTERS for route in router.routes]
     errors.install(app)
     for router in ROUTERS:
@@ -92,6 +99,6 @@ def _middleware(settings: Settings, engine: Engine, metrics: Metrics, ring: KeyR
         *stack,
         Middleware(OriginGate, allowed=settings.cors_origins, only_local=not ring and is_local(settings.host)),
         Middleware(Auth, ring=ring, open_paths=open_paths),
-        Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=OPERATOR_PATHS),
+        Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=(*OPERATOR_PATHS, *ADMIN_PATHS)),
         Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.read_timeout),
     ]

@@ -64,6 +64,9 @@ class Engine(Protocol):
 
     def add_listener(self, callback: Callable[[Delivery], None]) -> None: ...
 
+    def reset_prefix_cache(self) -> None:
+        """Requests that come from now on find nothing of what was computed before. Raises NotServing."""
+
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Make the grammar of a text's form ready, before `generate` is called with it; True if it was. client: who
         asks; clients take turns.

@@ -64,7 +64,7 @@ class Lifecycle:
 
     async def run(self) -> int:
         """Raises StartError if the model cannot be loaded."""
-        app = create_app(self._settings, self._engine)
+        app = create_app(self._settings, self._engine, end=self._ending.set)
         metrics: Metrics = app.state.metrics
         server = Server(self._server_config(app, metrics))
         self._catch_signals()

@@ -10,7 +10,9 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Literal, TextIO, cast
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 REQUEST_LOGGER = "pagemill.request"
 
@@ -60,7 +62,16 @@ def _value(value: object) -> str:
     return json.dumps(text, ensure_ascii=False) if not text or any(char in text for char in ' "=') else text
 
 
-def configure(level: str, style: str, stream: TextIO | None = None) -> None:
+def level_of() -> LogLevel:
+    """Of pagemill's lines: the least severe that is logged."""
+    return cast(LogLevel, logging.getLevelName(logging.getLogger("pagemill").getEffectiveLevel()).lower())
+
+
+def set_level(level: LogLevel) -> None:
+    logging.getLogger("pagemill").setLevel(level.upper())
+
+
+def configure(level: LogLevel, style: str, stream: TextIO | None = None) -> None:
     """Send pagemill's lines, and the warnings of everybody else, to `stream` (stderr) in `style` text or json."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
@@ -69,7 +80,7 @@ def configure(level: str, style: str, stream: TextIO | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("pagemill").setLevel(level.upper())
+    set_level(level)
     # uvicorn warns of every malformed request: clients must not be able to fill the log
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.captureWarnings(True)

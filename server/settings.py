@@ -32,6 +32,7 @@ from engine.config import (
     usable_cores,
 )
 from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from server.logs import LogLevel
 
 ENV_PREFIX = "PAGEMILL_"
 MAX_THREADS = 1024  # the largest machines have fewer cores, and OpenMP ends the process where a thread cannot be made
@@ -171,7 +172,7 @@ class Settings(BaseSettings):
     max_prompt_logprobs: Positive = _setting(
         1 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe line that is logged.")
+    log_level: LogLevel = _setting("info", "Least severe line that is logged.")
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")
 
     # -- model

@@ -140,6 +140,12 @@ class BlockAllocator:
                 best, best_len = block, length
         return (best, best_len) if best is not None else None
 
+    def forget_free(self) -> None:
+        """Free blocks lose their names: nothing will match them again. O(num_blocks)."""
+        for block in self.blocks:
+            if block.ref_count == 0 and block.name is not None:
+                self._forget(block)
+
     def check(self) -> None:
         """Raises AssertionError if an invariant of a block's life is broken. O(num_blocks); for tests."""
         queued = []

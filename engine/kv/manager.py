@@ -128,6 +128,12 @@ class KVCacheManager:
         self._prefix_queries += num_tokens
         self._prefix_hits += num_hits
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed so far is found by sequences that come from now on: they have other names. What
+        runs keeps its blocks. Names that waiting sequences know must be forgotten with it."""
+        self._hasher = BlockHasher()
+        self.allocator.forget_free()
+
     # -- growth
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int, *, announce: bool = True) -> bool:

@@ -15,9 +15,10 @@ from engine.async_engine import AsyncEngine
 from engine.batch import ScheduledBatch
 from engine.config import EngineConfig, SchedulerConfig, StartError
 from engine.kv.manager import KVCacheManager
-from engine.outputs import Delivery, ModelInfo, NotServing, Phase, QueueFull, SequenceOutput
+from engine.outputs import Delivery, ModelInfo, NotServing, Phase, QueueFull, RequestTimedOut, SequenceOutput
 from engine.sampling_params import InvalidParameter, SamplingParams
 from engine.scheduler import Scheduler
+from engine.terms import Terms
 from tests.engine.fake_runner import FakeRunner
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -242,3 +243,71 @@ async def test_a_load_that_fails_says_why() -> None:
         await engine.start()
     assert engine.phase is Phase.DEAD
     await engine.stop()
+
+
+# -- terms
+
+
+async def test_a_request_whose_time_is_over_ends_with_that_and_gives_its_blocks_back(engine: AsyncEngine) -> None:
+    """Also while a step hangs: the answer does not wait for it."""
+    runner = runner_of(engine)
+    runner.gate = threading.Event()
+    terms = Terms(deadline_s=time.monotonic() + 0.05)
+    stream = engine.generate([[5, 6], [7]], SamplingParams(max_tokens=50, n=2, ignore_eos=True), terms=terms)
+    outputs = await asyncio.wait_for(read(stream), 5)
+    assert {(o.prompt_index, o.choice_index) for o in outputs if o.finish_reason == "timeout"} == {
+        (p, c) for p in (0, 1) for c in (0, 1)
+    }
+    runner.gate.set()
+    await settled(engine)
+
+
+async def test_a_request_that_ends_in_time_is_left_alone(engine: AsyncEngine) -> None:
+    outputs = await read(engine.generate([[5]], PARAMS, terms=Terms(deadline_s=time.monotonic() + 60)))
+    assert outputs[-1].finish_reason == "length"
+    assert not engine._deadlines
+    await settled(engine)
+
+
+async def test_a_request_that_comes_too_late_is_not_begun(engine: AsyncEngine) -> None:
+    with pytest.raises(RequestTimedOut):
+        engine.generate([[5]], PARAMS, terms=Terms(deadline_s=time.monotonic() - 0.001))
+    await settled(engine)
+
+
+async def test_a_stream_knows_when_it_got_its_row(engine: AsyncEngine) -> None:
+    before = time.monotonic()
+    stream = engine.generate([[5], [6]], PARAMS)
+    assert stream.scheduled_s is None
+    await read(stream)
+    assert stream.scheduled_s is not None
+    assert before <= stream.scheduled_s <= time.monotonic()
+
+
+async def test_a_reset_between_two_requests(engine: AsyncEngine) -> None:
+    async def cached() -> int:
+        outputs = await read(engine.generate([[5] * 33], PARAMS))
+        await settled(engine)
+        return max(output.num_cached_tokens for output in outputs)
+
+    assert [await cached(), await cached()] == [0, 32]
+    engine.reset_prefix_cache()
+    assert [await cached(), await cached()] == [0, 32]
+    await engine.drain(0)
+    with pytest.raises(NotServing):
+        engine.reset_prefix_cache()
+
+
+async def test_a_full_queue_says_when_to_come_back_and_keeps_a_place_for_others(engine: AsyncEngine) -> None:
+    runner = runner_of(engine)
+    runner.gate = threading.Event()
+    greedy, modest = Terms("greedy", reserved=0.5), Terms("modest", reserved=0.5)
+    streams = [engine.generate([[i + 3]], PARAMS, terms=greedy) for i in range(8)]
+    with pytest.raises(QueueFull) as caught:
+        engine.generate([[1]], PARAMS, terms=greedy)
+    assert caught.value.retry_after_s >= 1
+    streams.append(engine.generate([[1]], PARAMS, terms=modest))
+    runner.gate.set()
+    for stream in streams:
+        assert (await read(stream))[-1].finish_reason == "length"
+    await settled(engine)

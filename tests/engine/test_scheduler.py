@@ -532,3 +532,42 @@ def test_times_are_those_the_caller_named() -> None:
     run_and_verify(engine)
     stats = engine.finished[0]
     assert (stats.arrival_s, stats.scheduled_s, stats.first_token_s, stats.finished_s) == (0.0, 1.0, 1.0, 3.0)
+
+
+# -- forgetting
+
+
+def cached_tokens(engine: FakeEngine, stream: int) -> int | None:
+    return engine.requests[stream, 0][0].num_cached_tokens
+
+
+def test_after_a_reset_nothing_is_found_of_what_was_before() -> None:
+    engine = FakeEngine(max_num_seqs=2)
+    first = engine.add(prompt(40), forever(20))
+    engine.step()
+    running = engine.add(prompt(40), forever(20))
+    waiting = engine.add(prompt(40), forever(2))
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    late = engine.add(prompt(40), forever(2))
+    run_and_verify(engine)
+    assert [cached_tokens(engine, stream) for stream in (first, running, waiting)] == [0, 32, 0]
+    assert cached_tokens(engine, late) == 32, "what is computed after the reset is found"
+    engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.manager.stats().num_cached_blocks == 0
+
+
+@pytest.mark.parametrize(("resets", "num_waiting", "num_cached"), [(False, 1, 96), (True, 0, 0)])
+def test_a_reset_lets_go_who_waits_for_a_prefix_that_another_computes(
+    resets: bool, num_waiting: int, num_cached: int
+) -> None:
+    engine = FakeEngine(budget=64)
+    engine.add(prompt(100), forever(2))
+    engine.step()
+    stream = engine.add(prompt(100), forever(2))
+    if resets:
+        engine.scheduler.reset_prefix_cache()
+    engine.step()
+    assert len(engine.scheduler.queues.waiting) == num_waiting
+    run_and_verify(engine)
+    assert cached_tokens(engine, stream) == num_cached

@@ -89,6 +89,9 @@ def play(
         if rng.random() < 0.03:
             engine.scheduler.preempt_all()
             engine.scheduler.check()
+        if rng.random() < 0.02:
+            engine.scheduler.reset_prefix_cache()
+            engine.scheduler.check()
         if with_failures and rng.random() < 0.01:
             engine.fail_step()
         engine.step()

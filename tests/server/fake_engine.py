@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.outputs import (
     Delivery,
+    FinishReason,
     ModelInfo,
     NotServing,
     Phase,
     PromptLogprobs,
+    RequestTimedOut,
     SamplingDefaults,
     SequenceOutput,
     TokenLogprobs,
@@ -115,11 +118,13 @@ class FakeEngine:
         self.logprob_of: Callable[[int], float] = lambda choice: -0.5  # of a choice's tokens
         self.fail_after: int | None = None  # deliveries, then every sequence ends with an error
         self.fault_of: str | None = None  # the field that is then to blame
+        self.fails_with: FinishReason = "error"
         self.admitted: list[Admitted] = []
         self.compiled: list[StructuredOutput] = []
         self.finished: list[tuple[int, int]] = []
         self.closed: list[int] = []
         self.num_delivered_tokens = 0
+        self.num_resets = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[Delivery], None]] = []
         self.model_info = ModelInfo(
@@ -153,6 +158,11 @@ class FakeEngine:
     def add_listener(self, callback: Callable[[Delivery], None]) -> None:
         self._listeners.append(callback)
 
+    def reset_prefix_cache(self) -> None:
+        if self.phase is not Phase.READY:
+            raise NotServing("The engine is not serving.")
+        self.num_resets += 1
+
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Refuses what has "bad" in its source; no text is held to a form."""
         known = structured in self.compiled
@@ -174,6 +184,8 @@ class FakeEngine:
             raise self.refusal
         if self.phase is not Phase.READY:
             raise NotServing("The engine is not serving.")
+        if terms.deadline_s is not None and terms.deadline_s <= time.monotonic():
+            raise RequestTimedOut
         params.check_vocabulary(self.model_info.vocab_size)
         for prompt in prompts:
             if (
@@ -203,7 +215,7 @@ class FakeEngine:
             if self.pause_s:
                 await asyncio.sleep(self.pause_s)
             if self.fail_after is not None and len(prompts) - index > self.fail_after:
-                stream.fail("secret detail of the inside")
+                stream.fail("secret detail of the inside", self.fails_with)
                 return
             prompt = prompts[index]
             vector = struct.pack("<4f", len(prompt), prompt[0], prompt[-1], -1.0)
@@ -227,7 +239,7 @@ class FakeEngine:
         while left and not stream.ended:
             if self.fail_after is not None and deliveries >= self.fail_after:
                 if self.fault_of is None:
-                    stream.fail("secret detail of the inside")
+                    stream.fail("secret detail of the inside", self.fails_with)
                     return
                 told = f"{self.fault_of} failed: it is too complex."
                 ends = [SequenceOutput(*k, finish_reason="error", error=told, error_param=self.fault_of) for k in left]

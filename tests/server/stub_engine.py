@@ -57,6 +57,7 @@ class StubEngine:
         self.hung = False
         self.phase = Phase.READY if ready else Phase.STARTING
         self.num_aborted = 0
+        self.num_resets = 0
         self._loaded = ready
         self._listeners: list[Callable[[Delivery], None]] = []
         self._ids = itertools.count(1)
@@ -122,6 +123,11 @@ class StubEngine:
         self._listeners.append(callback)
 
     # -- requests
+
+    def reset_prefix_cache(self) -> None:
+        if self.phase is not Phase.READY:
+            raise NotServing("The engine is not serving.")
+        self.num_resets += 1
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Bytes come as they come: no form is held."""

@@ -38,7 +38,7 @@ async def test_every_route_is_described() -> None:
     paths = (await described())["paths"]
     for route in (route for router in ROUTERS for route in router.routes):
         assert isinstance(route, Route)
-        if route.path == "/openapi.json":
+        if route.path == "/openapi.json" or route.path.startswith("/admin/"):
             continue
         operations = paths[route.path.replace(":path}", "}")]
         for method in (route.methods or set()) - {"HEAD"}:
