@@ -13,8 +13,10 @@ import gc
 import itertools
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -27,7 +29,7 @@ from fastapi import FastAPI
 from engine.config import StartError
 from engine.outputs import ModelInfo, Phase
 from server.app import create_app
-from server.connections import ConnectionLimits, ServerConfig, check_stalls
+from server.connections import Connection, ConnectionLimits, ServerConfig, check_stalls
 from server.engine_port import Engine
 from server.front import front_for
 from server.metrics import Metrics
@@ -40,15 +42,32 @@ BACKLOG = 2048  # connections the kernel queues before they are accepted; it has
 TICK_S = 0.25  # how often lag is measured
 STALL_TICKS = 4  # connections are looked at on every fourth of them
 ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed on by make, is one signal
+SPARE_FILES = 512  # descriptors for all but connections
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: closing the listener comes last here, and there it comes first."""
+    """uvicorn without its signal handlers: closing the listener comes last here, and there it comes first. And with a
+    limit on the time of a TLS handshake."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config = self.config
+        assert isinstance(config, ServerConfig)
+        self.servers = []
+        for listener in sockets or ():
+            server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(config, self.server_state, {}),
+                sock=listener,
+                backlog=config.backlog,
+                ssl=config.ssl,
+                ssl_handshake_timeout=config.limits.head_timeout_s if config.ssl else None,
+            )
+            self.servers.append(server)
+        self.started = True
 
 
 class Lifecycle:
@@ -162,6 +181,8 @@ class Lifecycle:
             backlog=BACKLOG,
             timeout_keep_alive=max(1, round(settings.keep_alive)),
             timeout_graceful_shutdown=round(FLUSH_S),
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
 
     def _announce(self, metrics: Metrics, imported_s: float) -> None:
@@ -178,7 +199,8 @@ class Lifecycle:
         host, port = self._listener.getsockname()[:2]
         names = ", ".join(settings.served_model_name or (info.name,))
         shown = f"[{host}]" if ":" in host else host
-        logger.info(f"ready: serving {names} on http://{shown}:{port}")
+        scheme = "http" if settings.tls_cert is None else "https"
+        logger.info(f"ready: serving {names} on {scheme}://{shown}:{port}")
 
     def _times(self, info: ModelInfo, imported_s: float) -> dict[str, object]:
         started_s = process_started_s()
@@ -234,6 +256,34 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
+def check_tls(settings: Settings) -> None:
+    """Raises StartError for a certificate or key that cannot be used."""
+    if settings.tls_cert is None:
+        if settings.tls_key is not None:
+            raise StartError("--tls-key needs --tls-cert.")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:  # a password that is asked for at the terminal would hold up the start
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+    except ssl.SSLError as error:
+        reason = (error.reason or "it is no PEM file").lower().replace("_", " ")
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+    else:
+        return
+    files = settings.tls_cert if settings.tls_key is None else f"{settings.tls_cert} and {settings.tls_key}"
+    raise StartError(f"Cannot use {files} for TLS: {reason}.")
+
+
+def allow_files(num_connections: int) -> None:
+    """A connection takes a file descriptor: as many as the system lets us have, if the limit is lower than that."""
+    wanted = num_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(
     settings: Settings,
     make_engine: Callable[[], Engine],
@@ -241,6 +291,8 @@ def serve(
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None,
 ) -> int:
     """Serve until told to end; returns the exit code. Raises StartError."""
+    check_tls(settings)
+    allow_files(settings.max_connections)
 
     async def main() -> int:
         return await Lifecycle(settings, make_engine(), listener).run()

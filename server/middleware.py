@@ -38,6 +38,13 @@ NOT_READY = {
     Phase.DEAD: "The engine has stopped working; the server is going down.",
 }
 CLOSE = {"Connection": "close"}
+# of every answer that does not say otherwise: to be taken for what it says it is, by our own pages alone
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+)
 SHORTCUT = "shortcut"
 LINGER_S = 2.0  # how long the body of a refused request is taken
 LARGE_PIECE = 64 << 10  # bytes: of a body, whose writer waits until the client has most of it
@@ -200,6 +207,8 @@ class Exchange:
             headers = [(key, value) for key, value in message.get("headers", ()) if key != b"x-request-id"]
             self.streaming = any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
             headers += [(name, self.request_id) for name in self._id_headers]
+            told = {key for key, _ in headers}
+            headers += [each for each in SECURITY_HEADERS if each[0] not in told]
             if self._ignored:
                 headers.append((HEADER, self._ignored.header()))
             message = {**message, "headers": headers}

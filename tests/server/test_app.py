@@ -115,6 +115,15 @@ async def test_cors_is_off_unless_asked_for_and_then_needs_no_key_to_ask() -> No
         assert (await client.options("/v1/completions", headers=ask | {"Origin": "http://x.test"})).status_code == 400
 
 
+async def test_every_answer_tells_browsers_what_they_may_do_with_it(client: httpx.AsyncClient) -> None:
+    for path in ("/health", "/v1/models", "/no/such/path", "/metrics"):
+        headers = (await client.get(path)).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["referrer-policy"] == "no-referrer"
+
+
 @pytest.mark.parametrize(
     ("phase", "hung", "status", "word"),
     [
