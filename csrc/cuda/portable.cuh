@@ -66,7 +66,7 @@ int allow_shared(Kernel kernel, int64_t bytes) {
 #endif
 }
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---- threads of a block -------------------------------------------------------------------------------------------
 

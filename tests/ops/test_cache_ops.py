@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from engine import ops
+from tests.ops.kernels import LaunchedOps
 from tests.ops.paged import Shape, empty_caches
 
 SHAPES = [Shape(), Shape(key_dim=80, value_dim=20, kv_heads=3), Shape(block_size=64, key_dim=16, value_dim=256)]
 
 
-def read_own_values(shape: Shape, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> Tensor:
-    """What a query that sees only the key at each slot gets: that slot's value, exactly. [num_tokens, heads, dim]"""
+def read_own_values(kernels: Any, shape: Shape, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    """What a query that sees only the key at each slot gets: that slot's value, exactly. [num_tokens, heads, dim]
+
+    On CUDA a cache's inside is known: rows in the order of tokens."""
+    if isinstance(kernels, LaunchedOps):
+        return values[slots // shape.block_size, :, slots % shape.block_size]
+    num_tokens = len(slots)
     blocks = (slots // shape.block_size).int().view(-1, 1)
     # one sequence per token, placed so that the token is the last its sequence sees, with a window of itself
     return ops.paged_attention(
@@ -29,7 +37,7 @@ def read_own_values(shape: Shape, keys: Tensor, values: Tensor, slots: Tensor, n
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["d64", "two-widths", "blocks-of-64"])
-def test_written_values_read_back_exactly(level: str, dtype: torch.dtype, shape: Shape, threads: int) -> None:
+def test_written_values_read_back_exactly(kernels: Any, dtype: torch.dtype, shape: Shape, threads: int) -> None:
     generator = torch.Generator().manual_seed(1)
     key_cache, value_cache = empty_caches(9, shape, dtype)
     key_cache.zero_()  # the slots before a token of its sequence are written in life
@@ -38,18 +46,20 @@ def test_written_values_read_back_exactly(level: str, dtype: torch.dtype, shape:
     slots = torch.randperm(9 * shape.block_size, generator=generator)[:tokens]
     fused = torch.randn(tokens, shape.kv_heads, 1000, generator=generator).to(dtype)
     keys, values = fused[:, :, 7 : 7 + shape.key_dim], fused[:, :, 500 : 500 + shape.value_dim]  # strided rows
-    ops.reshape_and_cache(keys, values, key_cache, value_cache, slots)
-    assert torch.equal(read_own_values(shape, key_cache, value_cache, slots, tokens), values)
-    ops.reshape_and_cache(keys[:5], values[:5] * 2, key_cache, value_cache, slots[:5])  # overwriting
-    assert torch.equal(read_own_values(shape, key_cache, value_cache, slots[:5], 5), values[:5] * 2)
-    assert torch.equal(read_own_values(shape, key_cache, value_cache, slots[5:], tokens - 5), values[5:])
+    kernels.reshape_and_cache(keys, values, key_cache, value_cache, slots)
+    assert torch.equal(read_own_values(kernels, shape, key_cache, value_cache, slots), values)
+    kernels.reshape_and_cache(keys[:5], values[:5] * 2, key_cache, value_cache, slots[:5])  # overwriting
+    assert torch.equal(read_own_values(kernels, shape, key_cache, value_cache, slots[:5]), values[:5] * 2)
+    assert torch.equal(read_own_values(kernels, shape, key_cache, value_cache, slots[5:]), values[5:])
+    if isinstance(kernels, LaunchedOps):
+        assert torch.equal(key_cache[slots // shape.block_size, :, slots % shape.block_size], keys)
 
 
-def test_each_write_touches_its_slot_only(level: str, dtype: torch.dtype) -> None:
+def test_each_write_touches_its_slot_only(kernels: Any, dtype: torch.dtype) -> None:
     shape = Shape()
     key_cache, value_cache = empty_caches(3, shape, dtype)
     rows = torch.ones(2, shape.kv_heads, 64, dtype=dtype)
-    ops.reshape_and_cache(rows, rows, key_cache, value_cache, torch.tensor([-1, 16 + 5]))
+    kernels.reshape_and_cache(rows, rows, key_cache, value_cache, torch.tensor([-1, 16 + 5]))
     for cache in (key_cache, value_cache):
         written = ~cache.isnan()
         assert written[1].sum() == shape.kv_heads * 64
@@ -107,32 +117,32 @@ def layers() -> list[Tensor]:
     ]
 
 
-def test_copy_blocks_copies_every_layer(threads: int) -> None:
+def test_copy_blocks_copies_every_layer(kernels: Any, threads: int) -> None:
     caches = layers()
     before = [cache.clone() for cache in caches]
-    ops.copy_blocks(caches, torch.tensor([[1, 2], [1, 3], [5, 0]]))
+    kernels.copy_blocks(caches, torch.tensor([[1, 2], [1, 3], [5, 0]]))
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache, old[[5, 1, 1, 1, 4, 5, 6, 7]])
 
 
-def test_gather_and_scatter_carry_a_block_elsewhere(threads: int) -> None:
+def test_gather_and_scatter_carry_a_block_elsewhere(kernels: Any, threads: int) -> None:
     caches = layers()
     before = [cache.clone() for cache in caches]
     size = sum(cache[0].numel() * cache.element_size() for cache in caches)
     staging = torch.zeros(2, size, dtype=torch.uint8)
-    ops.gather_blocks(caches, torch.tensor([4, 6]), staging)
+    kernels.gather_blocks(caches, torch.tensor([4, 6]), staging)
     expected = torch.cat([cache[4].flatten().view(torch.uint8) for cache in caches])
     assert torch.equal(staging[0], expected)
-    ops.scatter_blocks(caches, torch.tensor([7, 5]), staging)
+    kernels.scatter_blocks(caches, torch.tensor([7, 5]), staging)
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache, old[[0, 1, 2, 3, 4, 6, 6, 4]])
 
 
-def test_nothing_to_copy_is_fine() -> None:
+def test_nothing_to_copy_is_fine(kernels: Any) -> None:
     caches = layers()
     before = [cache.clone() for cache in caches]
-    ops.copy_blocks(caches, torch.zeros(0, 2, dtype=torch.int64))
-    ops.copy_blocks([], torch.zeros(0, 2, dtype=torch.int64))
+    kernels.copy_blocks(caches, torch.zeros(0, 2, dtype=torch.int64))
+    kernels.copy_blocks([], torch.zeros(0, 2, dtype=torch.int64))
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
 
 

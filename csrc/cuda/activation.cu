@@ -1,0 +1,87 @@
+// SiLU and both GELUs, alone and gated (activation(gate) * up).
+//
+// Tiling: a thread takes one piece of 16 bytes; element-wise, so nothing is shared and a value's place cannot matter.
+// Floor: gated, 3 * sizeof(T) bytes per output element (two read, one written) and about 20 operations with one
+// exponential (gelu: 40, for the error function): bandwidth-bound from a few thousand elements on.
+#include "cuda/rows.cuh"
+
+namespace pagemill::cuda {
+namespace {
+
+enum Kind : int64_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind in cpu/activation.h
+
+constexpr int kThreads = 256;
+
+PAGEMILL_DEVICE float activate(float x, int64_t kind) {
+  if (kind == kSilu) return x / (expf(-x) + 1.0f);
+  if (kind == kGelu) {
+    const float bounded = x < -30.0f ? -30.0f : x;  // keeps an infinity from meeting a zero
+    return 0.5f * bounded * erfcf(bounded * -0.707106781f);
+  }
+  // (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016)
+  return x / (expf(-x * fmaf(x * x, 0.0713548163f, 1.59576912f)) + 1.0f);
+}
+
+// x and up: rows `stride` elements apart, of which `width` count; up null: not gated. out: [rows, width].
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    activate_rows(const T* x, const T* up, T* out, int64_t rows, int64_t width, int64_t stride, int64_t kind, bool wide) {
+  constexpr int n = kPerLoad<T>;
+  const int64_t pieces = ceil_div(width, n);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= rows * pieces) return;
+  const int64_t row = index / pieces, start = index % pieces * n;
+  float values[n];
+  load_piece(x + row * stride, start, width, wide, values);
+#pragma unroll
+  for (int i = 0; i < n; ++i) values[i] = activate(values[i], kind);
+  if (up != nullptr) {
+    float factors[n];
+    load_piece(up + row * stride, start, width, wide, factors);
+#pragma unroll
+    for (int i = 0; i < n; ++i) values[i] = rounded<T>(values[i]) * factors[i];
+  }
+  store_piece(out + row * width, start, width, wide, values);
+}
+
+template <typename T>
+int activate_all(const T* x, const T* up, T* out, int64_t rows, int64_t width, int64_t stride, int64_t kind,
+                 void* stream) {
+  const bool wide =
+      aligned_16(x) && aligned_16(up) && aligned_16(out) && whole_pieces<T>(width) && whole_pieces<T>(stride);
+  const int64_t pieces = rows * ceil_div(width, kPerLoad<T>);
+  auto kernel = &activate_rows<T>;
+  PAGEMILL_LAUNCH(kernel, static_cast<unsigned>(ceil_div(pieces, kThreads)), kThreads, 0, stream)
+  (x, up, out, rows, width, stride, kind, wide);
+  return launch_status();
+}
+
+bool known(int64_t kind) { return kind >= kSilu && kind <= kGeluTanh; }
+
+}  // namespace
+
+// x, out: `count` elements, contiguous.
+PAGEMILL_EXPORT int pagemill_activation(const void* x, void* out, int64_t count, int64_t kind, int64_t type,
+                                        void* stream) {
+  if (!known(kind)) return kInvalidArgument;
+  if (count == 0) return 0;
+  return with_type(type, [&](auto element) {
+    using T = decltype(element);
+    return activate_all(static_cast<const T*>(x), static_cast<const T*>(nullptr), static_cast<T*>(out), 1, count, count,
+                        kind, stream);
+  });
+}
+
+// x: [rows, 2 * width], gate first; out: [rows, width]; contiguous. The gate is rounded to the type before the product.
+PAGEMILL_EXPORT int pagemill_gated_activation(const void* x, void* out, int64_t rows, int64_t width, int64_t kind,
+                                              int64_t type, void* stream) {
+  if (!known(kind) || width < 1) return kInvalidArgument;
+  if (rows == 0) return 0;
+  return with_type(type, [&](auto element) {
+    using T = decltype(element);
+    const T* gate = static_cast<const T*>(x);
+    return activate_all(gate, gate + width, static_cast<T*>(out), rows, width, 2 * width, kind, stream);
+  });
+}
+
+}  // namespace pagemill::cuda
