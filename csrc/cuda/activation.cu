@@ -11,6 +11,7 @@ namespace {
 enum Kind : int64_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind in cpu/activation.h
 
 constexpr int kThreads = 256;
+constexpr int64_t kMaxGridY = 65535;
 
 PAGEMILL_DEVICE float activate(float x, int64_t kind) {
   if (kind == kSilu) return x / (expf(-x) + 1.0f);
@@ -27,21 +28,21 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     activate_rows(const T* x, const T* up, T* out, int64_t rows, int64_t width, int64_t stride, int64_t kind, bool wide) {
   constexpr int n = kPerLoad<T>;
-  const int64_t pieces = ceil_div(width, n);
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= rows * pieces) return;
-  const int64_t row = index / pieces, start = index % pieces * n;
-  float values[n];
-  load_piece(x + row * stride, start, width, wide, values);
+  const int64_t start = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * n;
+  if (start >= width) return;
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+    float values[n];
+    load_piece(x + row * stride, start, width, wide, values);
 #pragma unroll
-  for (int i = 0; i < n; ++i) values[i] = activate(values[i], kind);
-  if (up != nullptr) {
-    float factors[n];
-    load_piece(up + row * stride, start, width, wide, factors);
+    for (int i = 0; i < n; ++i) values[i] = activate(values[i], kind);
+    if (up != nullptr) {
+      float factors[n];
+      load_piece(up + row * stride, start, width, wide, factors);
 #pragma unroll
-    for (int i = 0; i < n; ++i) values[i] = rounded<T>(values[i]) * factors[i];
+      for (int i = 0; i < n; ++i) values[i] = rounded<T>(values[i]) * factors[i];
+    }
+    store_piece(out + row * width, start, width, wide, values);
   }
-  store_piece(out + row * width, start, width, wide, values);
 }
 
 template <typename T>
@@ -49,9 +50,10 @@ int activate_all(const T* x, const T* up, T* out, int64_t rows, int64_t width, i
                  void* stream) {
   const bool wide =
       aligned_16(x) && aligned_16(up) && aligned_16(out) && whole_pieces<T>(width) && whole_pieces<T>(stride);
-  const int64_t pieces = rows * ceil_div(width, kPerLoad<T>);
+  const dim3 grid(static_cast<unsigned>(ceil_div(width, int64_t{kThreads} * kPerLoad<T>)),
+                  static_cast<unsigned>(rows < kMaxGridY ? rows : kMaxGridY));
   auto kernel = &activate_rows<T>;
-  PAGEMILL_LAUNCH(kernel, static_cast<unsigned>(ceil_div(pieces, kThreads)), kThreads, 0, stream)
+  PAGEMILL_LAUNCH(kernel, grid, kThreads, 0, stream)
   (x, up, out, rows, width, stride, kind, wide);
   return launch_status();
 }

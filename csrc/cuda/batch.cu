@@ -30,8 +30,9 @@ struct BatchTensors {
 };
 
 PAGEMILL_DEVICE int64_t slot_at(const RowState& state, int64_t row, int64_t position) {
-  const int32_t block = state.block_tables[row * state.table_stride + position / state.block_size];
-  return block * state.block_size + position % state.block_size;
+  const uint32_t size = static_cast<uint32_t>(state.block_size), place = static_cast<uint32_t>(position);
+  const int64_t block = state.block_tables[row * state.table_stride + place / size];
+  return block * size + place % size;
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -2,8 +2,8 @@
 // heads or dtypes, so layers may differ in both.
 //
 // Tiling: grid (parts of a block, blocks, layers); a thread moves 4 pieces of 16 bytes, loaded before any is stored, so
-// that 64 bytes per thread are under way. At 2048 threads per SM that is 128 KiB in flight, several times what latency
-// asks for. Staging may be pinned host memory: then the link is the limit, and whole lines are written.
+// that 64 bytes per thread are under way. At 1024 threads per SM (64 registers each) that is 64 KiB in flight, more than
+// twice what latency asks for. Staging may be pinned host memory: then the link is the limit, and whole lines are written.
 // Floor: every byte is read once and written once, no arithmetic.
 #include "cuda/portable.cuh"
 

@@ -3,7 +3,7 @@
 //
 // Inside one (block, kv head) rows of D elements follow one another, token by token: 16-byte pieces for cp.async, whole
 // lines. A cache of another type than the rows is e4m3: value / scale, saturating.
-// Tiling: a warp takes one head of one token (K, V, and in rope_and_cache Q), four heads a block; no shared memory.
+// Tiling: a warp takes one head of one token (K, V, and in rope_and_cache Q), a block four heads of it; no shared memory.
 // Floor: K and V are read once and written once, in rope_and_cache Q as well and K twice; no reuse, little arithmetic:
 // bandwidth, or launch latency in decode, which is what the fusion saves.
 #include "cuda/heads.cuh"
@@ -33,8 +33,8 @@ PAGEMILL_DEVICE float scale_of(const float* scale) { return scale == nullptr ? 1
 template <typename Cached>
 PAGEMILL_DEVICE Cached* cached_row(void* cache, int64_t block_stride, const CacheRows& rows, int64_t dim, int64_t slot,
                                    int64_t head) {
-  return static_cast<Cached*>(cache) + slot / rows.block_size * block_stride +
-         (head * rows.block_size + slot % rows.block_size) * dim;
+  const uint32_t size = static_cast<uint32_t>(rows.block_size), place = static_cast<uint32_t>(slot);  // quick to divide
+  return static_cast<Cached*>(cache) + int64_t{place / size} * block_stride + (head * size + place % size) * dim;
 }
 
 // One row by one warp, as it is or scaled to e4m3.
@@ -74,10 +74,9 @@ PAGEMILL_DEVICE void write_value(const CacheRows& rows, int64_t token, int64_t h
 
 template <typename T, typename Cached>
 __global__ void __launch_bounds__(kWarpsPerBlock* kWarp) write_heads(CacheRows rows) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp_id();
-  const int64_t per_token = 2 * rows.num_kv_heads;
-  if (index >= rows.num_tokens * per_token) return;
-  const int64_t token = index / per_token, which = index % per_token, slot = rows.slots[token];
+  const int64_t which = static_cast<int64_t>(blockIdx.y) * kWarpsPerBlock + warp_id();
+  if (which >= 2 * rows.num_kv_heads) return;
+  const int64_t token = blockIdx.x, slot = rows.slots[token];
   if (slot < 0) return;
   if (which >= rows.num_kv_heads) return write_value<T, Cached>(rows, token, which - rows.num_kv_heads, slot);
   const T* from = static_cast<const T*>(rows.key) + token * rows.key_token_stride + which * rows.key_head_stride;
@@ -87,10 +86,10 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp) write_heads(CacheRows r
 
 template <typename T, typename Cached, int STEPS>
 __global__ void __launch_bounds__(kWarpsPerBlock* kWarp) rope_and_write_heads(HeadRows heads, CacheRows rows) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp_id();
-  const int64_t turned = heads.num_query_heads + heads.num_kv_heads, per_token = turned + heads.num_kv_heads;
-  if (index >= rows.num_tokens * per_token) return;
-  const int64_t token = index / per_token, which = index % per_token, slot = rows.slots[token];
+  const int64_t which = static_cast<int64_t>(blockIdx.y) * kWarpsPerBlock + warp_id();
+  const int64_t turned = heads.num_query_heads + heads.num_kv_heads;
+  if (which >= turned + heads.num_kv_heads) return;
+  const int64_t token = blockIdx.x, slot = rows.slots[token];
   if (which >= turned) {
     if (slot >= 0) write_value<T, Cached>(rows, token, which - turned, slot);
     return;
@@ -103,6 +102,11 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp) rope_and_write_heads(He
   const int64_t half = heads.rotary.cos == nullptr ? heads.dim / 2 : heads.rotary.rotary_dim / 2;
   const bool wide = heads.wide && reinterpret_cast<uintptr_t>(to) % 4 == 0;
   head.store(to, heads.dim, half, wide, sizeof(T) == sizeof(Cached) ? 1.0f : scale_of(rows.key_scale));
+}
+
+// A block for every four heads of every token.
+dim3 grid_of(int64_t num_tokens, int64_t heads) {
+  return dim3(static_cast<unsigned>(num_tokens), static_cast<unsigned>(ceil_div(heads, kWarpsPerBlock)));
 }
 
 // run(T{}, Cached{}): caches of the rows' own type, or e4m3.
@@ -126,15 +130,13 @@ PAGEMILL_EXPORT int pagemill_reshape_and_cache(
     int64_t value_head_stride, int64_t key_block_stride, int64_t value_block_stride, int64_t type, int64_t cache_type,
     void* stream) {
   if (block_size < 1) return kInvalidArgument;
-  const int64_t count = num_tokens * num_kv_heads * 2;
-  if (count == 0) return 0;
+  if (num_tokens * num_kv_heads == 0) return 0;
   const CacheRows rows{key, value, key_cache, value_cache, slots, key_scale, value_scale, num_tokens, num_kv_heads,
                        block_size, key_dim, value_dim, key_token_stride, key_head_stride, value_token_stride,
                        value_head_stride, key_block_stride, value_block_stride};
   return with_types(type, cache_type, [&](auto element, auto cached) {
     auto kernel = &write_heads<decltype(element), decltype(cached)>;
-    PAGEMILL_LAUNCH(kernel, static_cast<unsigned>(ceil_div(count, kWarpsPerBlock)), kWarpsPerBlock * kWarp, 0, stream)
-    (rows);
+    PAGEMILL_LAUNCH(kernel, grid_of(num_tokens, 2 * num_kv_heads), kWarpsPerBlock * kWarp, 0, stream)(rows);
     return launch_status();
   });
 }
@@ -150,8 +152,8 @@ PAGEMILL_EXPORT int pagemill_rope_and_cache(
     int64_t value_block_stride, int64_t type, int64_t cache_type, void* stream) {
   if (block_size < 1 || variant < 0 || variant > 2) return kInvalidArgument;
   if (cos != nullptr && (rotary_dim % 2 != 0 || rotary_dim > dim)) return kInvalidArgument;
-  const int64_t count = num_tokens * (num_query_heads + 2 * num_kv_heads);
-  if (count == 0) return 0;
+  const int64_t per_token = num_query_heads + 2 * num_kv_heads;
+  if (num_tokens * per_token == 0) return 0;
   HeadRows heads{query, key, num_tokens, num_query_heads, num_kv_heads, dim, query_token_stride, key_token_stride,
                  {query_weight, eps, variant}, {key_weight, eps, variant}, {cos, sin, positions, rotary_dim}, false};
   heads.wide = wide_heads(heads);
@@ -161,8 +163,7 @@ PAGEMILL_EXPORT int pagemill_rope_and_cache(
   return with_types(type, cache_type, [&](auto element, auto cached) {
     return with_steps(dim, [&](auto steps) {
       auto kernel = &rope_and_write_heads<decltype(element), decltype(cached), decltype(steps)::value>;
-      PAGEMILL_LAUNCH(kernel, static_cast<unsigned>(ceil_div(count, kWarpsPerBlock)), kWarpsPerBlock * kWarp, 0, stream)
-      (heads, rows);
+      PAGEMILL_LAUNCH(kernel, grid_of(num_tokens, per_token), kWarpsPerBlock * kWarp, 0, stream)(heads, rows);
       return launch_status();
     });
   });

@@ -36,8 +36,12 @@ PAGEMILL_DEVICE float normalised(float x, float scale, float weight, int64_t var
 // The row to normalise: x itself, or the residual after adding x to it; `threads` threads, of which this is `thread`.
 template <typename T>
 PAGEMILL_DEVICE const T* prepare_row(const NormArguments& a, int64_t row, int thread, int threads) {
-  const T* x =
-      static_cast<const T*>(a.x) + row / a.inner * a.outer_stride + row % a.inner * a.inner_stride;
+  const T* x = static_cast<const T*>(a.x);
+  if (a.inner == 1) {  // most rows, and a division less
+    x += row * a.outer_stride;
+  } else {
+    x += row / a.inner * a.outer_stride + row % a.inner * a.inner_stride;
+  }
   if (a.residual == nullptr) return x;
   constexpr int n = kPerLoad<T>;
   T* residual = static_cast<T*>(a.residual) + row * a.dim;

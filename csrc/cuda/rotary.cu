@@ -1,7 +1,7 @@
 // rotary: position embedding of queries and keys (Su et al. 2021), in place; qk_norm: an RMS norm over every head
 // before it, as Qwen 3 and Gemma 3 have, in the same pass.
 //
-// Tiling: a warp takes one head of one token, four heads a block (heads.cuh); no shared memory.
+// Tiling: a warp takes one head of one token (heads.cuh), a block four heads of it; no shared memory.
 // Floor: queries and keys are read and written once, 2 * sizeof(T) bytes per element; the tables' rows are shared by
 // all heads of a token and come from L2. A handful of operations per element: bandwidth, or launch latency in decode.
 #include "cuda/heads.cuh"
@@ -13,24 +13,23 @@ constexpr int kWarpsPerBlock = 4;
 
 template <typename T, int STEPS>
 __global__ void __launch_bounds__(kWarpsPerBlock* kWarp) process_heads(HeadRows rows) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp_id();
-  const int64_t heads = rows.num_query_heads + rows.num_kv_heads;
-  if (index >= rows.num_tokens * heads) return;
+  const int64_t index = static_cast<int64_t>(blockIdx.y) * kWarpsPerBlock + warp_id();
+  if (index >= rows.num_query_heads + rows.num_kv_heads) return;
   WarpHead<T, STEPS> head;
-  process_head(rows, index / heads, index % heads, head);
+  process_head(rows, blockIdx.x, index, head);
 }
 
 int process(HeadRows rows, int64_t type, void* stream) {
-  const int64_t count = rows.num_tokens * (rows.num_query_heads + rows.num_kv_heads);
+  const int64_t heads = rows.num_query_heads + rows.num_kv_heads;
   if (rows.rotary.cos != nullptr && (rows.rotary.rotary_dim % 2 != 0 || rows.rotary.rotary_dim > rows.dim))
     return kInvalidArgument;
-  if (count == 0) return 0;
+  if (rows.num_tokens * heads == 0) return 0;
+  const dim3 grid(static_cast<unsigned>(rows.num_tokens), static_cast<unsigned>(ceil_div(heads, kWarpsPerBlock)));
   rows.wide = wide_heads(rows);
   return with_type(type, [&](auto element) {
     return with_steps(rows.dim, [&](auto steps) {
       auto kernel = &process_heads<decltype(element), decltype(steps)::value>;
-      PAGEMILL_LAUNCH(kernel, static_cast<unsigned>(ceil_div(count, kWarpsPerBlock)), kWarpsPerBlock * kWarp, 0, stream)
-      (rows);
+      PAGEMILL_LAUNCH(kernel, grid, kWarpsPerBlock * kWarp, 0, stream)(rows);
       return launch_status();
     });
   });

@@ -77,7 +77,7 @@ PAGEMILL_DEVICE void sum_stretches(RowShared& shared, const Members& members, co
   sync_block();
   if (members.listed) {
     for_members(shared, members, [&](int64_t id, float logit) {
-      atomic_add(&shared.bins[id / length], kept_weight(weights, filter, id, logit));
+      atomic_add(&shared.bins[static_cast<uint32_t>(id) / static_cast<uint32_t>(length)], kept_weight(weights, filter, id, logit));
     });
   } else {
     for (int stretch = warp_id(); stretch < kStretches; stretch += kRowWarps) {

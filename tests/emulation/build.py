@@ -35,6 +35,7 @@ class Target:
     kernels: Path = ROOT / "csrc" / "cuda"
     extra: tuple[Path, ...] = ()
     asan: bool = False
+    flags: tuple[str, ...] = ()
 
     @property
     def library(self) -> Path:
@@ -73,7 +74,22 @@ def _compile(target: Target, newest_header: float, source: Path) -> Path:
     optimise = ("-O1", *ASAN_FLAGS) if target.asan else ("-O2",)
     # `cuda/...` must be found in the copy first, when there is one
     include = ["-I", str(target.kernels.parent), "-I", str(ROOT / "csrc"), "-I", str(ROOT)]
-    _run([compiler(), *FLAGS, *pattern, *optimise, *include, "-x", "c++", "-c", str(source), "-o", str(made)])
+    _run(
+        [
+            compiler(),
+            *FLAGS,
+            *pattern,
+            *optimise,
+            *target.flags,
+            *include,
+            "-x",
+            "c++",
+            "-c",
+            str(source),
+            "-o",
+            str(made),
+        ]
+    )
     return made
 
 
