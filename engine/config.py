@@ -79,7 +79,7 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # token budget of one step
-    max_chunk_tokens: int = 512  # prompt tokens, all together, in a step that also decodes
+    max_chunk_tokens: int = 256  # prompt tokens, all together, in a step that also decodes
     max_waiting_requests: int = 1024  # inbox and waiting together, in sequences
     max_waiting_tokens: int = 4_194_304  # prompt tokens of the same
     pipeline_depth: int = 1  # steps in flight: 1 on CPU, 2 on GPU
