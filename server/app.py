@@ -16,6 +16,7 @@ from server.auth import Auth, OriginGate, is_local
 from server.engine_port import Engine
 from server.keys import KeyRing, load_keys
 from server.metrics import Metrics
+from server.metrics_vllm import VllmNames
 from server.middleware import BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
 from server.routes import (
@@ -60,6 +61,9 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
     metrics = Metrics()
     metrics.watch(lambda: engine.phase)
+    metrics.watch_clients(ring.accounts)
+    if settings.metrics_compat == "vllm":
+        metrics.registry.register(VllmNames(metrics, settings.served_model_name))
     engine.add_listener(metrics.observe_delivery)
     app = FastAPI(
         title="Pagemill",

@@ -76,6 +76,8 @@ class Account:
         self.client = client
         self.reserved = reserved
         self.num_requests = 0
+        self.num_requests_total = 0
+        self.num_tokens_total = 0
         self._tokens = float(client.tokens_per_minute or 0)
         self._counted_s: float | None = None  # when that many were left
 
@@ -90,12 +92,14 @@ class Account:
             wait_s = 1 + int(-left * 60 / rate)
             raise ApiError(429, told, code=RATE_LIMITED, headers={"Retry-After": str(wait_s)})
         self.num_requests += 1
+        self.num_requests_total += 1
 
     def leave(self) -> None:
         self.num_requests -= 1
 
     def spend(self, num_tokens: int, now: float) -> None:
         """What an answer has used: it is counted at its end, so what is in flight may go beyond the limit."""
+        self.num_tokens_total += num_tokens
         if (rate := self.client.tokens_per_minute) is not None:
             self._tokens = self._refill(now, rate) - num_tokens
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Literal
 
@@ -25,56 +24,12 @@ from prometheus_client.registry import Collector
 
 from engine.outputs import Delivery, ModelInfo, Phase
 from engine.stats import CacheStats, RequestStats, StepStats
+from server.histograms import HISTOGRAMS, Histogram
+from server.keys import Account
 
 PREFIX = "pagemill_"
 FINISHED_REASONS = ("stop", "length", "tool_calls", "abort", "error")
-# seconds: a streamed token of a small model takes milliseconds, a long queue minutes
-SHORT_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-    10,
-)
-LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300)
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-
 Kind = Literal["gauge", "counter"]
-
-
-class Histogram:
-    """Counts per bucket; `buckets` are upper bounds, ascending."""
-
-    __slots__ = ("buckets", "counts", "sum")
-
-    def __init__(self, buckets: tuple[float, ...]) -> None:
-        self.buckets = buckets
-        self.counts = [0] * (len(buckets) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.buckets, value)] += count
-        self.sum += value * count
-
-    def family(self, name: str, description: str) -> HistogramMetricFamily:
-        total, cumulative = 0, []
-        for bound, count in zip((*self.buckets, float("inf")), self.counts, strict=True):
-            total += count
-            cumulative.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
-        return HistogramMetricFamily(PREFIX + name, description, buckets=cumulative, sum_value=self.sum)
 
 
 # name, kind, description, where it stands in StepStats
@@ -94,7 +49,7 @@ STEP_METRICS: tuple[tuple[str, Kind, str, str], ...] = (
 )
 
 
-def _usage(cache: CacheStats) -> float:
+def usage_of(cache: CacheStats) -> float:
     return cache.num_used_blocks / cache.num_blocks if cache.num_blocks else 0.0
 
 
@@ -109,29 +64,20 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self._step = StepStats(step_id=0, num_running=0, num_waiting=0)
-        self._info: ModelInfo | None = None
+        self.step = StepStats(step_id=0, num_running=0, num_waiting=0)
+        self.info: ModelInfo | None = None
         self._phase: Callable[[], Phase] = lambda: Phase.STARTING
         self._started_s = time.time()
-        self._finished = dict.fromkeys(FINISHED_REASONS, 0)
+        self.finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._errors: dict[str, int] = {}
         self._steps = self._step_prompt_tokens = self._step_decode_tokens = 0
-        self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self._disconnects = self._slow_clients = self._discarded = self._http_requests = 0
         self._loop_lag_max_s = 0.0
         self._in_flight = 0
         self._grammar_hits = self._grammar_failures = 0
-        self._ttft = Histogram(LONG_BUCKETS)
-        self._itl = Histogram(SHORT_BUCKETS)
-        self._tpot = Histogram(SHORT_BUCKETS)
-        self._e2e = Histogram(LONG_BUCKETS)
-        self._queue = Histogram(LONG_BUCKETS)
-        self._prefill = Histogram(LONG_BUCKETS)
-        self._decode = Histogram(LONG_BUCKETS)
-        self._lag = Histogram(SHORT_BUCKETS)
-        self._iteration_tokens = Histogram(TOKEN_BUCKETS)
-        self._compile = Histogram(LONG_BUCKETS)
-        self._step_parts = {part: Histogram(SHORT_BUCKETS) for part in ("schedule", "execute", "update")}
+        self._accounts: Sequence[Account] = ()
+        self.histograms = {name: Histogram(buckets) for name, _, buckets in HISTOGRAMS}
 
     # -- the engine's side --------------------------------------------------------------------------------------
 
@@ -139,36 +85,50 @@ class Metrics(Collector):
         """Show the engine's phase in the `engine_phase` gauge."""
         self._phase = phase
 
+    def watch_clients(self, accounts: Sequence[Account]) -> None:
+        """Show what each API key has used."""
+        self._accounts = accounts
+
     def model_loaded(self, info: ModelInfo) -> None:
-        self._info = info
+        self.info = info
 
     def observe_delivery(self, delivery: Delivery) -> None:
         """Listener of `Engine.add_listener`."""
         if (step := delivery.step) is not None:
-            self._step = step
+            self.step = step
             tokens = step.num_prompt_tokens + step.num_decode_tokens
             if tokens:  # a hand-over after an abort carries gauges but is not a step
                 self._steps += 1
                 self._step_prompt_tokens += step.num_prompt_tokens
                 self._step_decode_tokens += step.num_decode_tokens
-                self._iteration_tokens.observe(tokens)
-                self._step_parts["schedule"].observe(step.schedule_s)
-                self._step_parts["execute"].observe(step.execute_s)
-                self._step_parts["update"].observe(step.update_s)
+                self._observe_step(step, tokens)
         for request in delivery.finished:
             self._observe_finished(request)
+
+    def _observe_step(self, step: StepStats, num_tokens: int) -> None:
+        shown = self.histograms
+        shown["iteration_tokens_total"].observe(num_tokens)
+        shown["batch_sequences"].observe(step.num_scheduled_seqs)
+        shown["batch_prompt_tokens"].observe(step.num_prompt_tokens)
+        shown["step_seconds"].observe(step.schedule_s + step.execute_s + step.update_s)
+        shown["step_schedule_seconds"].observe(step.schedule_s)
+        shown["step_execute_seconds"].observe(step.execute_s)
+        shown["step_update_seconds"].observe(step.update_s)
 
     def _observe_finished(self, request: RequestStats) -> None:
         if request.scheduled_s is None:
             return
-        self._queue.observe(request.scheduled_s - request.arrival_s)
+        shown = self.histograms
+        shown["request_queue_time_seconds"].observe(request.scheduled_s - request.arrival_s)
+        shown["request_inference_time_seconds"].observe(request.finished_s - request.scheduled_s)
+        shown["request_num_preemptions"].observe(request.num_preemptions)
         if request.first_token_s is None:
             return
         decode_s = request.finished_s - request.first_token_s
-        self._prefill.observe(request.first_token_s - request.scheduled_s)
-        self._decode.observe(decode_s)
+        shown["request_prefill_time_seconds"].observe(request.first_token_s - request.scheduled_s)
+        shown["request_decode_time_seconds"].observe(decode_s)
         if request.num_output_tokens > 1:
-            self._tpot.observe(decode_s / (request.num_output_tokens - 1))
+            shown["request_time_per_output_token_seconds"].observe(decode_s / (request.num_output_tokens - 1))
 
     # -- the HTTP side ------------------------------------------------------------------------------------------
 
@@ -194,23 +154,25 @@ class Metrics(Collector):
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         """What one answer's usage says: tokens that the assembler accepted."""
-        self._prompt_tokens += prompt_tokens
-        self._generation_tokens += completion_tokens
-        self._cached_tokens += cached_tokens
+        self.prompt_tokens += prompt_tokens
+        self.generation_tokens += completion_tokens
+        self.cached_tokens += cached_tokens
+        self.histograms["request_prompt_tokens"].observe(prompt_tokens)
+        self.histograms["request_generation_tokens"].observe(completion_tokens)
 
     def first_token(self, seconds: float) -> None:
         """Arrival of the HTTP request to the first token of one choice."""
-        self._ttft.observe(seconds)
+        self.histograms["time_to_first_token_seconds"].observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
         """Gap between two deliveries to one choice, the second of `count` tokens: each waited its share."""
         if count > 0:
-            self._itl.observe(seconds / count, count)
+            self.histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def request_done(self, reason: str, seconds: float) -> None:
         """One choice ended, `seconds` after the HTTP request arrived."""
-        self._finished[reason if reason in self._finished else "error"] += 1
-        self._e2e.observe(seconds)
+        self.finished[reason if reason in self.finished else "error"] += 1
+        self.histograms["e2e_request_latency_seconds"].observe(seconds)
 
     def discarded(self, count: int) -> None:
         """Tokens that arrived past a stop string."""
@@ -221,7 +183,7 @@ class Metrics(Collector):
         if cached:
             self._grammar_hits += 1
         else:
-            self._compile.observe(seconds)
+            self.histograms["grammar_compile_seconds"].observe(seconds)
 
     def grammar_failed(self) -> None:
         """A request's grammar was refused."""
@@ -229,7 +191,7 @@ class Metrics(Collector):
 
     def loop_lag(self, seconds: float) -> None:
         """How late the event loop ran a timer."""
-        self._lag.observe(seconds)
+        self.histograms["event_loop_lag_seconds"].observe(seconds)
         self._loop_lag_max_s = max(self._loop_lag_max_s, seconds)
 
     # -- exposition ---------------------------------------------------------------------------------------------
@@ -243,11 +205,11 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        step = self._step
+        step = self.step
         cache = step.cache
         for name, kind, description, path in STEP_METRICS:
             yield _family(name, kind, description, attrgetter(path)(step))
-        yield _family("kv_cache_usage_perc", "gauge", "Used blocks over all blocks, 0 to 1.", _usage(cache))
+        yield _family("kv_cache_usage_perc", "gauge", "Used blocks over all blocks, 0 to 1.", usage_of(cache))
         yield _family("live_slot_utilization", "gauge", "Live-slot ratio over all steps.", _utilization(cache))
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "Blocks of the KV pool by state.", labels=["state"])
         blocks.add_metric(["used"], cache.num_used_blocks)
@@ -256,14 +218,18 @@ class Metrics(Collector):
         blocks.add_metric(["shared"], cache.num_shared_blocks)
         yield blocks
         yield from self._counters(step)
-        yield from self._histograms()
+        for name, description, _ in HISTOGRAMS:
+            histogram = self.histograms[name]
+            buckets = histogram.cumulative()
+            yield HistogramMetricFamily(PREFIX + name, description, buckets=buckets, sum_value=histogram.sum)
+        yield from self._clients()
         yield from self._facts()
 
     def _counters(self, step: StepStats) -> Iterator[Metric]:
         rows: tuple[tuple[str, Kind, str, float], ...] = (
-            ("prompt_tokens", "counter", "Prompt tokens of answers, as in their usage.", self._prompt_tokens),
-            ("generation_tokens", "counter", "Tokens of answers, as in their usage.", self._generation_tokens),
-            ("prompt_tokens_cached", "counter", "Prompt tokens that came from the prefix cache.", self._cached_tokens),
+            ("prompt_tokens", "counter", "Prompt tokens of answers, as in their usage.", self.prompt_tokens),
+            ("generation_tokens", "counter", "Tokens of answers, as in their usage.", self.generation_tokens),
+            ("prompt_tokens_cached", "counter", "Prompt tokens that came from the prefix cache.", self.cached_tokens),
             ("engine_steps", "counter", "Steps that computed tokens.", self._steps),
             ("engine_prefill_computed", "counter", "Prompt tokens computed.", self._step_prompt_tokens),
             ("engine_decode_computed", "counter", "Decode tokens computed.", self._step_decode_tokens),
@@ -285,7 +251,7 @@ class Metrics(Collector):
         for name, kind, description, value in rows:
             yield _family(name, kind, description, value)
         success = CounterMetricFamily(PREFIX + "request_success", "Choices ended.", labels=["finished_reason"])
-        for reason, count in self._finished.items():
+        for reason, count in self.finished.items():
             success.add_metric([reason], count)
         yield success
         errors = CounterMetricFamily(PREFIX + "errors", "Error answers by HTTP status.", labels=["code"])
@@ -293,22 +259,19 @@ class Metrics(Collector):
             errors.add_metric([code], count)
         yield errors
 
-    def _histograms(self) -> Iterator[Metric]:
-        for name, description, histogram in (
-            ("time_to_first_token_seconds", "Arrival to the first token.", self._ttft),
-            ("inter_token_latency_seconds", "Gap between tokens of one choice.", self._itl),
-            ("request_time_per_output_token_seconds", "Mean gap between tokens of a sequence.", self._tpot),
-            ("e2e_request_latency_seconds", "Arrival to the end of a choice.", self._e2e),
-            ("request_queue_time_seconds", "Arrival to the first step.", self._queue),
-            ("request_prefill_time_seconds", "First step to first token.", self._prefill),
-            ("request_decode_time_seconds", "First token to last.", self._decode),
-            ("iteration_tokens_total", "Tokens computed per step.", self._iteration_tokens),
-            ("grammar_compile_seconds", "Asking for a grammar to having it compiled.", self._compile),
-            ("event_loop_lag_seconds", "How late the event loop ran a timer.", self._lag),
-        ):
-            yield histogram.family(name, description)
-        for part, histogram in self._step_parts.items():
-            yield histogram.family(f"step_{part}_seconds", f"The {part} part of a step.")
+    def _clients(self) -> Iterator[Metric]:
+        """One series per client of the key file, and of --api-key: the operator's list, not the clients'."""
+        if not self._accounts:
+            return
+        requests = CounterMetricFamily(PREFIX + "client_requests", "Requests let in, by API key.", labels=["client"])
+        tokens = CounterMetricFamily(PREFIX + "client_tokens", "Tokens of answers, by API key.", labels=["client"])
+        in_hand = GaugeMetricFamily(PREFIX + "client_in_flight", "Requests being answered.", labels=["client"])
+        for account in self._accounts:
+            label = [account.client.name]
+            requests.add_metric(label, account.num_requests_total)
+            tokens.add_metric(label, account.num_tokens_total)
+            in_hand.add_metric(label, account.num_requests)
+        yield from (requests, tokens, in_hand)
 
     def _facts(self) -> Iterator[Metric]:
         phase = GaugeMetricFamily(PREFIX + "engine_phase", "1 for the phase the engine is in.", labels=["phase"])
@@ -317,7 +280,7 @@ class Metrics(Collector):
             phase.add_metric([value.value], float(value is current))
         yield phase
         yield _family("start_time_seconds", "gauge", "When the server started, Unix time.", self._started_s)
-        if (info := self._info) is None:
+        if (info := self.info) is None:
             return
         yield _family(
             "batch_invariant", "gauge", "1 if results do not depend on the batch.", float(info.batch_invariant)

@@ -174,6 +174,9 @@ class Settings(BaseSettings):
     max_prompt_logprobs: Positive = _setting(
         1 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
     )
+    metrics_compat: Literal["none", "vllm"] = _setting(
+        "none", "Show on /metrics also what another server has too, under its names."
+    )
     log_level: LogLevel = _setting("info", "Least severe line that is logged.")
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")
 

@@ -9,7 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.outputs import Delivery, ModelInfo, Phase
 from engine.stats import CacheStats, RequestStats, StepStats
-from server.metrics import Histogram, Metrics
+from server.histograms import Histogram
+from server.keys import load_keys
+from server.metrics import Metrics
 
 EXPECTED = """num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
 generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total
@@ -18,7 +20,9 @@ e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket request_pre
 request_decode_time_seconds_bucket iteration_tokens_total_bucket live_slot_utilization kv_blocks
 live_slot_utilization_min copy_on_write_total block_copies_total block_evictions_total discarded_tokens_total
 client_disconnects_total slow_clients_total event_loop_lag_seconds_bucket step_schedule_seconds_bucket
-step_execute_seconds_bucket step_update_seconds_bucket"""
+step_execute_seconds_bucket step_update_seconds_bucket step_seconds_bucket batch_sequences_bucket
+batch_prompt_tokens_bucket request_prompt_tokens_bucket request_generation_tokens_bucket
+request_inference_time_seconds_bucket request_num_preemptions_bucket"""
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -118,6 +122,34 @@ def test_the_phase_and_the_model_are_shown() -> None:
     assert any('odd "name"\n' in labels for name, labels in samples(metrics) if name == "pagemill_model_info")
 
 
+def test_the_shape_and_the_time_of_a_step() -> None:
+    metrics = Metrics()
+    step = StepStats(1, 3, 0, 3, 40, 2, schedule_s=0.001, execute_s=0.02, update_s=0.002)
+    metrics.observe_delivery(Delivery(step=step))
+    metrics.observe_delivery(Delivery(step=StepStats(2, 3, 0, 3, 0, 3, execute_s=0.01)))
+    assert value(metrics, "batch_sequences_sum") == 6
+    assert value(metrics, "batch_prompt_tokens_sum") == 40
+    assert value(metrics, "batch_prompt_tokens_bucket", "0.0") == 1, "one step had no prompt in it"
+    assert value(metrics, "step_seconds_sum") == pytest.approx(0.033)
+
+
+def test_what_each_key_has_used_and_nothing_of_others() -> None:
+    metrics = Metrics()
+    assert not [name for name, _ in samples(metrics) if "client_" in name and "disconnects" not in name]
+    ring = load_keys(["a", "b"], None)
+    metrics.watch_clients(ring.accounts)
+    account = ring.find([b"b"])
+    assert account is not None
+    account.enter(0.0)
+    account.spend(12, 1.0)
+    assert value(metrics, "client_requests_total", "key-2") == 1
+    assert value(metrics, "client_tokens_total", "key-2") == 12
+    assert value(metrics, "client_in_flight", "key-2") == 1
+    account.leave()
+    assert value(metrics, "client_in_flight", "key-2") == 0
+    assert value(metrics, "client_tokens_total", "key-1") == 0
+
+
 def test_two_apps_in_one_process_do_not_share_numbers() -> None:
     one, other = Metrics(), Metrics()
     one.usage(1, 1, 0)
@@ -128,8 +160,6 @@ def test_histogram_counts_each_value_in_the_smallest_bucket_that_holds_it() -> N
     histogram = Histogram((1.0, 2.0))
     for number in (0.5, 1.0, 1.5, 2.0, 3.0):
         histogram.observe(number)
-    counts = {
-        sample.labels["le"]: sample.value for sample in histogram.family("x", "y").samples if "le" in sample.labels
-    }
+    counts = dict(histogram.cumulative())
     assert counts == {"1.0": 2, "2.0": 4, "+Inf": 5}
     assert math.isclose(histogram.sum, 8.0)
