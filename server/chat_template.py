@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,10 +26,10 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.tokenizer import Tokenizer
 from server.raw_json import RawJson
+from server.template_limits import LimitedEnvironment, TemplateTooSlow
 
 PRIVATE_USE = range(0xF0000, 0x110000)  # the two supplementary planes of Unicode without meaning
 MAX_RENDER_S = 10.0
@@ -80,7 +79,7 @@ class ChatTemplate:
     Raises ChatTemplateError if the template is no valid Jinja."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, control_texts: Iterable[str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = self._environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks]
         )
         environment.filters["tojson"] = _to_json
@@ -104,30 +103,29 @@ class ChatTemplate:
 
         Raises ChatTemplateError for everything that goes wrong inside, and when it takes too long."""
         messages = given.messages if self._knows_developer else _without_developer(given.messages)
-        try:
-            return self._render(given, messages)
-        except ChatTemplateError as error:
-            for plain in plainer(messages):
-                with contextlib.suppress(ChatTemplateError):
-                    return self._render(given, plain)
-            raise error
+        with self._environment.within(MAX_RENDER_S):
+            try:
+                return self._render(given, messages)
+            except ChatTemplateError as error:
+                for plain in plainer(messages):
+                    with contextlib.suppress(ChatTemplateError):
+                        return self._render(given, plain)
+                raise error
 
     def _render(self, given: TemplateInput, messages: Sequence[dict[str, Any]]) -> str:
-        until = time.monotonic() + MAX_RENDER_S
-        pieces: list[str] = []
         fixed = {"messages": messages, "tools": given.tools, "add_generation_prompt": given.add_generation_prompt}
         try:
-            for piece in self._template.generate(
-                {"documents": None} | dict(given.variables) | fixed | dict(self._tokenizer.special_tokens)
-            ):
-                pieces.append(piece)
-                if time.monotonic() > until:
-                    raise ChatTemplateError("The model's chat template takes too long over these messages.")
+            return "".join(
+                self._template.generate(
+                    {"documents": None} | dict(given.variables) | fixed | dict(self._tokenizer.special_tokens)
+                )
+            )
+        except TemplateTooSlow:
+            raise ChatTemplateError("The model's chat template takes too long over these messages.") from None
         except TemplateError as error:
             raise ChatTemplateError(f"The model's chat template refuses these messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError):
             raise ChatTemplateError("The model's chat template cannot handle these messages.") from None
-        return "".join(pieces)
 
     def encode(self, given: TemplateInput, check_length: Callable[[int], None]) -> Encoded:
         """Token ids of the rendered messages. check_length: told the characters of what is given, then those of the
