@@ -24,9 +24,9 @@ inline void check_packed(const char* op, const char* argument, const Tensor& pac
 }
 
 // What a tensor from pack_linear_quant says by its last dimension of how its groups look. Raises unless it is one of a
-// weight [out_features, in_features].
+// weight [rows, in_features], packed as `gated` says.
 inline QuantFormat check_packed_quant(const char* op, const char* argument, const Tensor& packed, int64_t in_features,
-                                      int64_t out_features) {
+                                      int64_t rows, bool gated = false) {
   check_cpu(op, argument, packed);
   check_dtype(op, argument, packed, ScalarType::Byte);
   check_shape(op, argument, packed, "[out_features / 32, in_features / 32, bytes of a group]", {-1, -1, -1});
@@ -34,7 +34,7 @@ inline QuantFormat check_packed_quant(const char* op, const char* argument, cons
   for (const QuantFormat& format : {QuantFormat{8, false}, {8, true}, {4, false}, {4, true}}) {
     if (packed.size(2) != quant_group_bytes(format)) continue;
     check_shape(op, argument, packed, "[out_features / 32, in_features / 32, bytes of a group]",
-                {(out_features + kPanelColumns - 1) / kPanelColumns, quant_groups(in_features), packed.size(2)});
+                {packed_panels(rows, gated), quant_groups(in_features), packed.size(2)});
     return format;
   }
   fail(op, argument, "wanted a tensor from pack_linear_quant, got shape ", shape_text(packed));

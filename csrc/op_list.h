@@ -27,9 +27,11 @@ void scatter_blocks(const std::vector<Tensor> caches, const Tensor ids, const Te
 Tensor pack_linear(const Tensor weight, bool gated);
 Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
               bool float32_out, const std::optional<std::string> activation, const std::optional<Tensor> residual);
-Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::optional<Tensor> minimums, int64_t bits);
+Tensor pack_linear_quant(const Tensor values, const Tensor scales, const std::optional<Tensor> minimums, int64_t bits,
+                         bool gated);
 Tensor linear_quant(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
-                    bool float32_out);
+                    bool float32_out, const std::optional<std::string> activation);
+Tensor embed_quant(const Tensor ids, const Tensor packed, const Tensor like, int64_t vocab_size);
 
 int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor> layers,
                        const std::vector<int64_t> sizes, const std::vector<int64_t> windows,

@@ -22,8 +22,11 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def(
       "linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out, str? activation, "
       "Tensor? residual) -> Tensor");
-  library.def("pack_linear_quant(Tensor values, Tensor scales, Tensor? minimums, int bits) -> Tensor");
-  library.def("linear_quant(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out) -> Tensor");
+  library.def("pack_linear_quant(Tensor values, Tensor scales, Tensor? minimums, int bits, bool gated) -> Tensor");
+  library.def(
+      "linear_quant(Tensor x, Tensor packed, Tensor? bias, int out_features, bool float32_out, str? activation) -> "
+      "Tensor");
+  library.def("embed_quant(Tensor ids, Tensor packed, Tensor like, int vocab_size) -> Tensor");
   library.def(
       "decoder_create(Tensor[] ends, Tensor[] layers, int[] sizes, int[] windows, int[] ropes, float scale, "
       "float softcap, float embedding_scale, float[] eps, str variants, str activation) -> int");
@@ -60,6 +63,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("linear", TORCH_BOX(&pagemill::linear));
   library.impl("pack_linear_quant", TORCH_BOX(&pagemill::pack_linear_quant));
   library.impl("linear_quant", TORCH_BOX(&pagemill::linear_quant));
+  library.impl("embed_quant", TORCH_BOX(&pagemill::embed_quant));
   library.impl("decoder_create", TORCH_BOX(&pagemill::decoder_create));
   library.impl("decoder_attach", TORCH_BOX(&pagemill::decoder_attach));
   library.impl("decoder_forward", TORCH_BOX(&pagemill::decoder_forward));

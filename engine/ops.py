@@ -161,29 +161,43 @@ def pack_linear_quant(
     scales: Tensor,  # [out_features, groups], float16: one per 32 in_features, the last group may be shorter
     minimums: Tensor | None,  # likewise; None: 128, or 8 with bits=4, is the value that means zero
     bits: int,  # 8 or 4
+    *,
+    gated: bool = False,  # as in pack_linear
 ) -> Tensor:
     """A weight scale * value + minimum, or scale * (value - zero), in the order `linear_quant` reads: panels of 32
     output features, a group's scales beside its values. The layout is the same at every instruction-set level."""
-    packed: Tensor = _ops.pack_linear_quant(values, scales, minimums, bits)
+    packed: Tensor = _ops.pack_linear_quant(values, scales, minimums, bits, gated)
     return packed
 
 
 def linear_quant(
     x: Tensor,  # [M, in_features], float32 or bfloat16; the last dimension contiguous, rows at any stride
     packed: Tensor,  # from pack_linear_quant
-    bias: Tensor | None,  # [out_features], float32
+    bias: Tensor | None,  # [out_features], gated [2 * out_features]; float32
     out_features: int,
     *,
     out_dtype: torch.dtype | None = None,  # float32, or the dtype of x (None)
+    activation: ActivationKind | None = None,  # for a gated weight
 ) -> Tensor:  # [M, out_features]
-    """x @ weight.T + bias with a quantised weight.
+    """x @ weight.T + bias with a quantised weight; with an activation as in `linear`.
 
     Every group of 32 values of a row of x is rounded to 8 bits of its own scale (largest magnitude / 127); the group's
     product is then an exact integer, and groups are added in ascending order in float32. So a row's bits do not depend
     on the other rows, their number, or the number of threads. A row with a value that is not finite is NaN."""
     if out_dtype not in (None, torch.float32, x.dtype):
         raise RuntimeError(f"pagemill.linear_quant: out_dtype: wanted torch.float32 or {x.dtype}, got {out_dtype}")
-    out: Tensor = _ops.linear_quant(x, packed, bias, out_features, out_dtype is torch.float32)
+    out: Tensor = _ops.linear_quant(x, packed, bias, out_features, out_dtype is torch.float32, activation)
+    return out
+
+
+def embed_quant(
+    ids: Tensor,  # [num_tokens], int64, from 0 to vocab_size - 1
+    packed: Tensor,  # a weight [vocab_size, hidden_size] from pack_linear_quant, not gated
+    like: Tensor,  # [hidden_size], float32 or bfloat16: gives the result's dtype
+    vocab_size: int,
+) -> Tensor:  # [num_tokens, hidden_size]
+    """Rows of a quantised weight as numbers, computed in float32 and rounded once."""
+    out: Tensor = _ops.embed_quant(ids, packed, like, vocab_size)
     return out
 
 
@@ -191,7 +205,7 @@ def linear_quant(
 
 
 def decoder_create(
-    ends: Sequence[Tensor],  # embedding [vocabulary, hidden_size], last norm [hidden_size], head from pack_linear
+    ends: Sequence[Tensor],  # embedding [vocabulary, hidden_size] or what embed_quant takes, last norm, packed head
     layers: Sequence[Tensor],  # the tensors of LayerTensors, layer by layer; an empty one: there is no such part
     *,
     sizes: Sequence[int],  # query heads, kv heads, head size, intermediate size, rows of the head

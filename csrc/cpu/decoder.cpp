@@ -2,7 +2,7 @@
 // drawn from a counter, so a thread that lost its core holds up the others by one piece at most.
 //
 // Per layer: product (q, k, v), heads (norm, rotation, cache write), attention, product (output), residual sum and norm,
-// product (gate, up; with the activation, or that in a stage of its own), product (down), residual sum and norm. A stage
+// product (gate, up; with the activation), product (down), residual sum and norm. A stage
 // costs well under a microsecond when there is nothing to do, so what is tiny stands on its own instead of being computed
 // by every thread for itself.
 #include "cpu/decoder.h"
@@ -53,8 +53,7 @@ class Walk {
       if (is_last && step_.is_narrowed) narrow();
       multiply(layer.output, rows_.attended, rows_.projected);
       add_and_norm(layer.behind_attention, layer.middle, rows_.x);
-      multiply(layer.gate_up, rows_.x, layer.gate_up.is_gated ? rows_.activated : rows_.gate_up);
-      if (!layer.gate_up.is_gated) activate();
+      multiply(layer.gate_up, rows_.x, rows_.activated);
       multiply(layer.down, rows_.activated, rows_.projected);
       const RowNorm& next = is_last ? model_.final_norm : model_.layers[index + 1].input;
       add_and_norm(layer.behind_mlp, next, is_last && !batch_.wants_logits ? step_.out : rows_.x);
@@ -71,10 +70,13 @@ class Walk {
   void embed() {
     const EmbedArgs args{model_.embedding, batch_.ids, rows_.residual, model_.hidden, model_.embedding_scale,
                          model_.type};
+    const EmbedQuantArgs packed{model_.embedding, batch_.ids, rows_.residual, model_.hidden, model_.embedding_scale,
+                                model_.embedding_format, model_.type};
     const NormArgs norm = norm_args(model_.layers[0].input, rows_.residual, rows_.x, model_.hidden);
     stage([&](int64_t* next) {
       draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
-        step_.table.embed(args, begin, end);
+        if (model_.embedding_is_quantised) step_.table.embed_quant(packed, begin, end);
+        else step_.table.embed(args, begin, end);
         step_.table.rms_norm(norm, begin, end);
       });
     });
@@ -83,18 +85,16 @@ class Walk {
   void multiply(const Product& product, const char* x, char* out, bool float32_out = false) {
     const bool bf16 = model_.type == ElementType::bf16, bf16_out = bf16 && !float32_out;
     const int64_t in = product.in_features;
-    if (product.is_quantised) {
-      const LinearQuantArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features,
-                                 product.format, bf16, bf16_out, step_.threads};
-      return stage([&](int64_t* next) { step_.table.linear_quant(args, next); });
-    }
     LinearArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features, bf16, bf16_out,
                     step_.threads};
     if (product.is_gated) {
       args.epilogue = Epilogue::gated;
       args.activation = model_.activation;
     }
-    stage([&](int64_t* next) { step_.table.linear(args, next); });
+    stage([&](int64_t* next) {
+      if (product.is_quantised) step_.table.linear_quant(args, product.format, next);
+      else step_.table.linear(args, next);
+    });
   }
 
   // In place: norms and rotation of the query and key heads, then K and V into the cache.
@@ -179,14 +179,6 @@ class Walk {
     });
   }
 
-  void activate() {
-    const ActivationArgs args{rows_.gate_up, rows_.activated, model_.intermediate, model_.activation, model_.type};
-    stage([&](int64_t* next) {
-      draw(next, num_rows_, rows_per_piece(model_.intermediate),
-           [&](int64_t begin, int64_t end) { step_.table.gated_activation(args, begin, end); });
-    });
-  }
-
   NormArgs norm_args(const RowNorm& norm, const char* x, char* out, int64_t dim) const {
     return {x, norm.weight, nullptr, out, 1, dim, 0, dim, norm.eps, norm.variant, model_.type};
   }
@@ -265,8 +257,6 @@ DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const Decode
   const int64_t bytes = element_bytes(model.type), attended = model.num_query_heads * model.head_dim;
   const int64_t heads = attended + 2 * model.num_kv_heads * model.head_dim;
   const int64_t most = std::max(batch.num_tokens, batch.num_wanted);
-  const bool all_gated = std::all_of(model.layers.begin(), model.layers.end(),
-                                     [](const DecoderLayer& layer) { return layer.gate_up.is_gated; });
   Rows rows{};
   const struct {
     char** place;
@@ -277,7 +267,6 @@ DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const Decode
       {&rows.heads, batch.num_tokens, heads},
       {&rows.attended, batch.num_tokens, attended},
       {&rows.projected, most, model.hidden},
-      {&rows.gate_up, all_gated ? 0 : most, 2 * model.intermediate},
       {&rows.activated, most, model.intermediate},
       {&rows.wanted_residual, batch.num_wanted, model.hidden},
       {&rows.wanted_attended, batch.num_wanted, attended},

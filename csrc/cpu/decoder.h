@@ -52,7 +52,9 @@ struct DecoderModel {
   int64_t hidden = 0, intermediate = 0, num_query_heads = 0, num_kv_heads = 0, head_dim = 0;
   float scale = 0, softcap = 0, embedding_scale = 1;  // softcap 0: none
   ActivationKind activation = ActivationKind::silu;
-  const char* embedding = nullptr;  // [vocabulary, hidden]
+  const char* embedding = nullptr;  // [vocabulary, hidden], or packed as for embed_quant
+  bool embedding_is_quantised = false;
+  QuantFormat embedding_format{};  // if it is
   RowNorm final_norm;
   Product head;
   std::vector<DecoderLayer> layers;
@@ -86,7 +88,7 @@ class DecoderSteps {
     AttentionPlan plan;
   };
   struct Rows {  // activations, all [num_tokens, ...]
-    char *residual, *x, *heads, *attended, *projected, *gate_up, *activated;
+    char *residual, *x, *heads, *attended, *projected, *activated;
     char *wanted_residual, *wanted_attended;  // [num_wanted, ...]
   };
 

@@ -14,7 +14,7 @@ namespace pagemill {
 struct Decoder {
   DecoderModel model;
   DecoderSteps steps;
-  std::vector<Tensor> weights, attached;
+  std::vector<Tensor> weights, attached;  // the first weight is of the model's dtype
   std::vector<std::unique_ptr<std::vector<float>>> biases;
   int64_t vocabulary = 0, num_positions = 0, num_blocks = 0;
   bool is_attached = false;

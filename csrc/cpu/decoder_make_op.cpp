@@ -42,18 +42,16 @@ class Maker {
     return {bytes_of(weight), static_cast<float>(eps), parse_variant(kOp, variant)};
   }
 
-  // gated: the weight has twice as many rows as the product has columns, unless it is quantised.
+  // gated: the weight has twice as many rows as the product has columns.
   Product product(const char* name, const Tensor& packed, const Tensor& bias, int64_t in, int64_t rows,
                   bool gated = false) {
-    Product made{bytes_of(packed), nullptr, in, rows};
+    Product made{bytes_of(packed), nullptr, in, gated ? rows / 2 : rows, gated};
     made.is_quantised = packed.scalar_type() == ScalarType::Byte;
     if (made.is_quantised) {
-      made.format = check_packed_quant(kOp, name, packed, in, rows);
+      made.format = check_packed_quant(kOp, name, packed, in, rows, gated);
     } else {
       check_dtype(kOp, name, packed, dtype_);
       check_packed(kOp, name, packed, packed_panels(rows, gated), packed_steps(in, dtype_ == ScalarType::BFloat16));
-      made.is_gated = gated;
-      if (gated) made.out_features = rows / 2;
     }
     decoder_.weights.push_back(packed);
     if (bias.numel() == 0) return made;
@@ -85,22 +83,37 @@ std::vector<std::string> words_of(const std::string& text) {
   return words;
 }
 
-void read_sizes(Decoder& decoder, const Tensor& embedding, const std::vector<int64_t>& sizes) {
+// ends: embedding, last norm, head.
+void read_embedding(Decoder& decoder, const std::vector<Tensor>& ends, int64_t head_rows) {
+  const char* op = Maker::kOp;
+  const Tensor &embedding = ends[0], &norm = ends[1];
+  DecoderModel& model = decoder.model;
+  check_shape(op, "final norm", norm, "[hidden_size]", {-1});
+  model.type = element_type(op, "final norm", norm);
+  model.hidden = norm.size(0);
+  model.embedding_is_quantised = embedding.scalar_type() == ScalarType::Byte;
+  if (model.embedding_is_quantised) {
+    decoder.vocabulary = head_rows;
+    model.embedding_format = check_packed_quant(op, "embedding", embedding, model.hidden, head_rows);
+  } else {
+    check_cpu(op, "embedding", embedding);
+    check_dtype(op, "embedding", embedding, norm.scalar_type());
+    check_shape(op, "embedding", embedding, "[vocabulary, hidden_size]", {-1, model.hidden});
+    check_contiguous(op, "embedding", embedding);
+    decoder.vocabulary = embedding.size(0);
+  }
+  if (decoder.vocabulary < 1 || model.hidden < 1) fail(op, "embedding", "wanted at least one element");
+  model.embedding = bytes_of(embedding);
+  decoder.weights = {norm, embedding};
+}
+
+void read_sizes(Decoder& decoder, const std::vector<int64_t>& sizes) {
   const char* op = Maker::kOp;
   check_length(op, "sizes", sizes, 5);
   for (int64_t size : sizes) {
     if (size < 1) fail(op, "sizes", "wanted positive numbers, got ", size);
   }
-  check_shape(op, "embedding", embedding, "[vocabulary, hidden_size]", {-1, -1});
-  check_cpu(op, "embedding", embedding);
-  check_contiguous(op, "embedding", embedding);
   DecoderModel& model = decoder.model;
-  model.type = element_type(op, "embedding", embedding);
-  model.embedding = bytes_of(embedding);
-  decoder.vocabulary = embedding.size(0);
-  decoder.weights.push_back(embedding);
-  model.hidden = embedding.size(1);
-  if (decoder.vocabulary < 1 || model.hidden < 1) fail(op, "embedding", "wanted at least one element");
   model.num_query_heads = sizes[0];
   model.num_kv_heads = sizes[1];
   model.head_dim = sizes[2];
@@ -136,14 +149,15 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   if (windows.empty() || static_cast<int64_t>(windows.size()) > kMostLayers) {
     fail(op, "windows", "wanted from 1 to ", kMostLayers, " layers, got ", windows.size());
   }
-  read_sizes(*decoder, ends[0], sizes);
+  read_sizes(*decoder, sizes);
+  read_embedding(*decoder, ends, sizes[4]);
   if (!(scale > 0) || scale > std::numeric_limits<float>::max()) fail(op, "scale", "wanted a positive number, got ", scale);
   if (!(softcap >= 0)) fail(op, "softcap", "wanted a positive number or 0 for none, got ", softcap);
   model.scale = static_cast<float>(scale);
   model.softcap = static_cast<float>(softcap);
   model.embedding_scale = static_cast<float>(embedding_scale);
   model.activation = parse_activation(op, "activation", activation);
-  Maker make(*decoder, ends[0].scalar_type());
+  Maker make(*decoder, ends[1].scalar_type());
   const int64_t hidden = model.hidden, inner = model.num_query_heads * model.head_dim;
   const int64_t heads = inner + 2 * model.num_kv_heads * model.head_dim;
   for (size_t i = 0; i < windows.size(); ++i) {
@@ -173,7 +187,7 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   }
   model.final_norm = make.norm("final norm", ends[1], hidden, eps[kFinalNorm], names[kFinalNorm]);
   if (model.final_norm.weight == nullptr) fail(op, "ends", "wanted a final norm");
-  const Tensor none = torch::stable::new_empty(ends[0], {0});
+  const Tensor none = torch::stable::new_empty(ends[1], {0});
   model.head = make.product("head", ends[2], none, hidden, sizes[4]);
   std::lock_guard<std::mutex> lock(handles().lock);
   handles().decoders[handles().next] = decoder;

@@ -27,7 +27,8 @@
   KERNEL(pack_linear, (const pagemill::PackArgs& args, int64_t panel_begin, int64_t panel_end)) \
   KERNEL(linear, (const pagemill::LinearArgs& args, int64_t* next)) \
   KERNEL(pack_linear_quant, (const pagemill::PackQuantArgs& args, int64_t panel_begin, int64_t panel_end)) \
-  KERNEL(linear_quant, (const pagemill::LinearQuantArgs& args, int64_t* next)) \
+  KERNEL(linear_quant, (const pagemill::LinearArgs& args, pagemill::QuantFormat format, int64_t* next)) \
+  KERNEL(embed_quant, (const pagemill::EmbedQuantArgs& args, int64_t token_begin, int64_t token_end)) \
   KERNEL(rms_norm, (const pagemill::NormArgs& args, int64_t row_begin, int64_t row_end)) \
   KERNEL(rotate, (const pagemill::RotaryArgs& args, int64_t token_begin, int64_t token_end)) \
   KERNEL(embed, (const pagemill::EmbedArgs& args, int64_t token_begin, int64_t token_end)) \

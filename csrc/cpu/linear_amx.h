@@ -14,8 +14,11 @@ struct AmxTiles {
   using T = uint16_t;
   static constexpr int kMaxRows = 32;
   static constexpr bool kEvenTiles = false;  // a tile costs what 16 rows cost
+  static constexpr int64_t kFewRows = 4;
+  static constexpr int64_t kStepBytes = kLine;
   static constexpr int64_t kDeep = 16;  // steps, pairs of K, per tile
 
+  static int64_t steps(int64_t in_features) { return packed_steps(in_features, true); }
   static int64_t row_bytes(int64_t steps) { return steps * 4; }
 
   // gcc's tile loads do not tell it that they read memory: what was stored before must not be moved or dropped.

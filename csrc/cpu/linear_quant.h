@@ -1,4 +1,5 @@
-// What the quantised linear layer's kernels take, and the layout of its packed weights.
+// What the quantised linear layer's kernels take, and the layout of its packed weights. A product takes LinearArgs
+// (`bf16` is the type of x) and the format of what is packed.
 //
 // A weight is scale * value, or scale * value + minimum, with one float16 scale (and minimum) per output feature and
 // group of 32 input features; values are unsigned. Without minimums, 128 or 8 is the value that means zero.
@@ -34,18 +35,18 @@ struct PackQuantArgs {
   void* packed;              // [panels, groups, quant_group_bytes]
   int64_t out_features, in_features;
   QuantFormat format;
+  bool gated;  // as in PackArgs
 };
 
-struct LinearQuantArgs {
-  const void* x;  // [rows, in_features], rows `x_stride` elements apart
-  int64_t x_stride;
-  const void* packed;
-  const float* bias;  // [out_features] or null
-  void* out;          // [rows, out_features], contiguous
-  int64_t rows, in_features, out_features;
+// Rows of a packed weight as numbers: an embedding table that is a head's weight at the same time.
+struct EmbedQuantArgs {
+  const void* packed;  // [vocabulary, dim], not gated
+  const int64_t* ids;  // [num_tokens]
+  char* out;           // [num_tokens, dim]
+  int64_t dim;
+  float scale;  // of rounded rows: a number of the type; 1: none
   QuantFormat format;
-  bool x_bf16, out_bf16;  // else float32
-  int threads;            // as in LinearArgs
+  ElementType type;
 };
 
 }  // namespace pagemill

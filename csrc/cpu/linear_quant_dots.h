@@ -1,6 +1,6 @@
 // Integer dot products of one group: ROWS rows of x, quantised to 8 bits, times some columns of a panel.
 //
-// x comes as words of four signed bytes, [8][ROWS]; weights as the lines of linear_quant.h. The sums are exact at every
+// x comes as words of four signed bytes, [ROWS][8]; weights as the lines of linear_quant.h. The sums are exact at every
 // level, so the order inside a group is free. What a level multiplies may lie `kShift` below the stored value; the
 // caller makes up for it with the sum of x.
 #pragma once
@@ -27,7 +27,7 @@ struct GroupDots {
   static PAGEMILL_INLINE void add(const int32_t* x, __m512i const (&w)[VECS], Sum (&sums)[ROWS][VECS]) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const __m512i four = _mm512_set1_epi32(x[r]);
+      const __m512i four = _mm512_set1_epi32(x[r * kWords]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECS; ++v) sums[r][v] = (IntVec)_mm512_dpbusd_epi32((__m512i)sums[r][v], w[v], four);
     }
@@ -46,8 +46,8 @@ struct GroupDots {
         high[v] = _mm512_and_si512(_mm512_srli_epi16(w[v], 4), halves);
         w[v] = _mm512_and_si512(w[v], halves);
       }
-      add<ROWS, VECS>(x + s * ROWS, w, sums);
-      if (BITS == 4) add<ROWS, VECS>(x + (s + 4) * ROWS, high, sums);
+      add<ROWS, VECS>(x + s, w, sums);
+      if (BITS == 4) add<ROWS, VECS>(x + s + 4, high, sums);
     }
   }
 };
@@ -75,7 +75,7 @@ struct GroupDots {
           const __m256i value = _mm256_xor_si256(w, top), size = _mm256_abs_epi8(value);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
-            const __m256i four = _mm256_sign_epi8(_mm256_set1_epi32(x[s * ROWS + r]), value);
+            const __m256i four = _mm256_sign_epi8(_mm256_set1_epi32(x[r * kWords + s]), value);
             const __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(size, four), ones);
             sums[r][v] = (IntVec)_mm256_add_epi32((__m256i)sums[r][v], sum);
           }
@@ -83,8 +83,8 @@ struct GroupDots {
           const __m256i low = _mm256_and_si256(w, halves), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), halves);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
-            const __m256i a = _mm256_maddubs_epi16(low, _mm256_set1_epi32(x[s * ROWS + r]));
-            const __m256i b = _mm256_maddubs_epi16(high, _mm256_set1_epi32(x[(s + 4) * ROWS + r]));
+            const __m256i a = _mm256_maddubs_epi16(low, _mm256_set1_epi32(x[r * kWords + s]));
+            const __m256i b = _mm256_maddubs_epi16(high, _mm256_set1_epi32(x[r * kWords + s + 4]));
             pairs[r][v] = _mm256_add_epi16(pairs[r][v], _mm256_add_epi16(a, b));
           }
         }
@@ -115,10 +115,10 @@ struct GroupDots {
         for (int d = 0; d < 4; ++d) {
           const IntVec byte = (w >> (8 * d)) & 255;
           const Vec low = __builtin_convertvector(BITS == 8 ? byte : byte & 15, Vec);
-          for (int r = 0; r < ROWS; ++r) sums[r][v] += low * splat(byte_of(x[s * ROWS + r], d));
+          for (int r = 0; r < ROWS; ++r) sums[r][v] += low * splat(byte_of(x[r * kWords + s], d));
           if (BITS == 8) continue;
           const Vec high = __builtin_convertvector(byte >> 4, Vec);
-          for (int r = 0; r < ROWS; ++r) sums[r][v] += high * splat(byte_of(x[(s + 4) * ROWS + r], d));
+          for (int r = 0; r < ROWS; ++r) sums[r][v] += high * splat(byte_of(x[r * kWords + s + 4], d));
         }
       }
     }

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/lanes_io.h"
-#include "cpu/linear.h"
+#include "cpu/linear_ahead.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
@@ -97,12 +97,6 @@ struct Bfloat16Products {
 };
 #endif
 
-// What a tile brings towards the caches while it computes: lines from `from`, `stride` bytes a step.
-struct Ahead {
-  const char* from;
-  int64_t stride;
-};
-
 // One tile: ROWS prepared rows of x times one panel, into sums [ROWS][32].
 template <class Products, int ROWS>
 void tile(const char* prepared, const char* panel, int64_t steps, Ahead ahead, float* sums) {
@@ -140,7 +134,11 @@ struct VectorTiles {
 #else
   static constexpr int kMaxRows = 6;  // 6 x 2 accumulators, 2 weights, 1 broadcast: 15 of 16 registers
 #endif
-  static constexpr bool kEvenTiles = true;  // a tile costs what its rows cost: better 8 + 8 rows than 12 + 4
+  static constexpr bool kEvenTiles = true;
+  static constexpr int64_t kFewRows = 4;
+  static constexpr int64_t kStepBytes = kLine;
+
+  static int64_t steps(int64_t in_features) { return packed_steps(in_features, sizeof(T) == 2); }
 
   static int64_t row_bytes(int64_t steps) {
     const int64_t groups = (steps + Products::kGroup - 1) / Products::kGroup;

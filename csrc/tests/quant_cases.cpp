@@ -45,14 +45,24 @@ bool quant_case(int64_t rows, int64_t n, int64_t k, QuantFormat format) {
   }
   std::vector<char> packed(static_cast<size_t>(panels * groups * quant_group_bytes(format)));
   kernels().pack_linear_quant({values.data(), k, scales.data(), format.minimums ? minimums.data() : nullptr,
-                               packed.data(), n, k, format}, 0, panels);
+                               packed.data(), n, k, format, false}, 0, panels);
   auto run = [&](int64_t first, int64_t count) {
     std::vector<float> out(static_cast<size_t>(count * n));
     int64_t next = 0;
-    kernels().linear_quant({&x[static_cast<size_t>(first * k)], k, packed.data(), nullptr, out.data(), count, k, n, format,
-                            false, false, 1}, &next);
+    kernels().linear_quant({&x[static_cast<size_t>(first * k)], k, packed.data(), nullptr, out.data(), count, k, n, false,
+                            false, 1}, format, &next);
     return out;
   };
+  const std::vector<int64_t> ids{n - 1, 0, n / 2};
+  std::vector<float> table(ids.size() * static_cast<size_t>(k));
+  kernels().embed_quant({packed.data(), ids.data(), reinterpret_cast<char*>(table.data()), k, 1.0f, format,
+                         ElementType::f32}, 0, static_cast<int64_t>(ids.size()));
+  for (size_t i = 0; i < table.size(); ++i) {
+    const int64_t row = ids[i / static_cast<size_t>(k)], column = static_cast<int64_t>(i % static_cast<size_t>(k));
+    const size_t group = static_cast<size_t>(row * groups + column / kQuantGroup);
+    const double exact = scale_values[group] * values[static_cast<size_t>(row * k + column)] + minimum_values[group];
+    if (!(std::fabs(table[i] - exact) <= 1e-7 * (256 * std::fabs(scale_values[group]) + std::fabs(exact)))) return false;
+  }
   const std::vector<float> whole = run(0, rows);
   for (int64_t m = 0; m < rows; ++m) {
     const std::vector<float> alone = run(m, 1);

@@ -26,7 +26,6 @@ from engine.models.native_decoder import DecoderShape, LayerTensors, NativeDecod
 from engine.models.quantised import QuantisedWeight, join
 from engine.models.quantiser import Quantiser
 from engine.models.rope_table import RopeTable
-from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY
 from engine.ops import ActivationKind, NormVariant
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -150,22 +149,18 @@ class _Linear:
         gate: ActivationKind | None = None,
     ) -> None:
         num_rows, self.in_features = weight.shape
-        self._is_quantised = isinstance(weight, QuantisedWeight)
+        self.is_quantised = isinstance(weight, QuantisedWeight)
         self.bias, self._out_dtype, self._gate = bias, out_dtype, gate
+        self.out_features = num_rows if gate is None else num_rows // 2
         if isinstance(weight, QuantisedWeight):
-            self.packed, self.out_features = weight.pack(), num_rows
+            self.packed = weight.pack(gated=gate is not None)
             self.bias = None if bias is None else bias.float()
         else:
             self.packed = ops.pack_linear(weight, gated=gate is not None)
-            self.out_features = num_rows if gate is None else num_rows // 2
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._is_quantised:
-            y = ops.linear_quant(x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype)
-            return y if self._gate is None else ACTIVATE_AND_MULTIPLY[self._gate](y)
-        return ops.linear(
-            x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype, activation=self._gate
-        )
+        multiply = ops.linear_quant if self.is_quantised else ops.linear
+        return multiply(x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype, activation=self._gate)
 
     @property
     def num_bytes(self) -> int:
@@ -198,6 +193,18 @@ class _Weights:
         """Of float32 logits."""
         name = EMBEDDING if self._recipe.is_tied else HEAD
         return self._packed(_Linear(self._matrix(name, is_head=True), None, out_dtype=torch.float32))
+
+    def embedding(self, head: _Linear) -> Tensor:
+        """The table [vocab_size, hidden_size], or the packed weight of which ops.embed_quant reads rows: the head's
+        own if they are one tensor."""
+        if self._recipe.is_tied:
+            return head.packed if head.is_quantised else self.copy(EMBEDDING)
+        quantised = None if self._quantiser is None else self._quantiser.weight(EMBEDDING, is_head=True)
+        if quantised is None:
+            return self.copy(EMBEDDING)
+        packed = quantised.pack()
+        self.num_bytes += packed.nbytes
+        return packed
 
     def _packed(self, linear: _Linear) -> _Linear:
         self.num_bytes += linear.num_bytes
@@ -315,10 +322,10 @@ class FusedModel:
         """tensors: by transformers' names, all of one dtype. quantiser: of linear layers' weights; None: none is
         quantised. Raises StartError if a tensor is missing."""
         weights = _Weights(tensors, recipe, quantiser)
-        self._embedding = weights.copy(EMBEDDING)
+        self._final_norm = weights.norm("model.norm")
         self.vocab_size = recipe.vocab_size
-        self.hidden_size = self._embedding.shape[1]
-        self.dtype = self._embedding.dtype
+        (self.hidden_size,) = self._final_norm.weight.shape
+        self.dtype = self._final_norm.weight.dtype
         self._backend = backend
         scale = recipe.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.dtype)
@@ -340,8 +347,8 @@ class FusedModel:
             _Layer(weights, f"model.layers.{index}", recipe, self.layers[index], layer.rope)
             for index, layer in enumerate(recipe.layers)
         ]
-        self._final_norm = weights.norm("model.norm")
         self._head = weights.head()
+        self._embedding = weights.embedding(self._head)
         self.weight_bytes = weights.num_bytes
         self.quantization = "+".join(sorted(weights.kinds)) if any("int" in kind for kind in weights.kinds) else "none"
         self._ropes = [RopeTable(_Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
@@ -397,7 +404,7 @@ class FusedModel:
         """See Backbone.hidden_states."""
         if self.decoder is not None:
             return self.decoder.forward(input_ids, positions, None, self.layers, self._ropes)
-        residual = functional.embedding(input_ids, self._embedding)  # [num_tokens, hidden_size]
+        residual = self._embed(input_ids)
         if self._embedding_scale is not None:
             residual *= self._embedding_scale
         rotations = []
@@ -411,3 +418,9 @@ class FusedModel:
             x = block.middle_norm.after_adding(attended, residual)
             x = next_norm.after_adding(block.feed_forward(x), residual)
         return x
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size]"""
+        if self._embedding.dtype != torch.uint8:
+            return functional.embedding(input_ids, self._embedding)
+        return ops.embed_quant(input_ids, self._embedding, self._final_norm.weight, self.vocab_size)

@@ -26,7 +26,7 @@ from engine.models.dequantize import (
     q5_k_integers,
     scales_and_offsets,
 )
-from engine.models.quantised import GROUP, ZERO, Bits, QuantisedWeight, quantise
+from engine.models.quantised import GROUP, ZERO, Bits, QuantFormat, QuantisedWeight, quantise_rows
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 """Of n blocks: values [n, block_size] uint8; scales and minimums [n, block_size / 32], finite float16 or None."""
@@ -38,8 +38,8 @@ def own_precision(data: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int
     if kind in PLAIN:
         return None
     if kind not in _BLOCKS:
-        return quantise(dequantize(data, kind, shape, torch.float32), 8)
-    bits, split = _BLOCKS[kind]
+        return _rounded(data, kind, shape)
+    bits, _, split = _BLOCKS[kind]
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = data.reshape(-1, block_bytes)
     values = torch.empty(len(blocks), block_size, dtype=torch.uint8)
@@ -58,6 +58,25 @@ def own_precision(data: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int
     )
     weight.check_finite()
     return weight
+
+
+def own_format(kind: GGMLQuantizationType) -> QuantFormat | None:
+    """That of own_precision's result."""
+    if kind in PLAIN:
+        return None
+    if kind not in _BLOCKS:
+        return QuantFormat(8, has_minimums=False)
+    bits, has_minimums, _ = _BLOCKS[kind]
+    return QuantFormat(bits, has_minimums)
+
+
+def _rounded(data: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> QuantisedWeight:
+    by_row = data.reshape(shape[0], -1)
+
+    def rows(first: int, end: int) -> Tensor:
+        return dequantize(by_row[first:end].reshape(-1), kind, (end - first, shape[1]), torch.float32)
+
+    return quantise_rows(shape[0], shape[1], 8, rows)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -100,12 +119,13 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (scales * half_at(blocks, 0)).half(), (offsets * -half_at(blocks, 2)).half()
 
 
-_BLOCKS: dict[GGMLQuantizationType, tuple[Bits, Callable[[Tensor], Parts]]] = {
-    GGMLQuantizationType.Q4_0: (4, _q4_0),
-    GGMLQuantizationType.Q4_1: (4, _q4_1),
-    GGMLQuantizationType.Q4_K: (4, _q4_k),
-    GGMLQuantizationType.Q5_0: (8, _q5_0),
-    GGMLQuantizationType.Q5_1: (8, _q5_1),
-    GGMLQuantizationType.Q5_K: (8, _q5_k),
-    GGMLQuantizationType.Q8_0: (8, _q8_0),
+Split = Callable[[Tensor], Parts]
+_BLOCKS: dict[GGMLQuantizationType, tuple[Bits, bool, Split]] = {  # bits, has minimums
+    GGMLQuantizationType.Q4_0: (4, False, _q4_0),
+    GGMLQuantizationType.Q4_1: (4, True, _q4_1),
+    GGMLQuantizationType.Q4_K: (4, True, _q4_k),
+    GGMLQuantizationType.Q5_0: (8, False, _q5_0),
+    GGMLQuantizationType.Q5_1: (8, True, _q5_1),
+    GGMLQuantizationType.Q5_K: (8, True, _q5_k),
+    GGMLQuantizationType.Q8_0: (8, False, _q8_0),
 }

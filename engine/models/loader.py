@@ -19,6 +19,8 @@ from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
 from engine.models.config_facts import choose_dtype, sampling_defaults
 from engine.models.from_recipe import from_recipe
+from engine.models.quantiser import Quantiser
+from engine.models.served_size import served_bytes
 from engine.models.source import resolve_source
 from engine.models.stopwatch import Stopwatch
 from engine.models.verdict import VerdictStore
@@ -54,7 +56,6 @@ def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionB
         source = resolve_source(config.model, load_format=config.load_format)
         weights = open_weights(source, cache_dir=config.cache_dir, load_format=config.load_format)
         dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa()))
-        _check_room(weights.num_parameters * dtype.itemsize)
     backbone, max_position = _load_backbone(config, weights, dtype, backend, watch)
     with watch.phase("tokenizer"):
         tokenizer = open_tokenizer(
@@ -77,11 +78,12 @@ def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionB
     )
 
 
-def _check_room(num_bytes: int) -> None:
+def _check_room(num_bytes: int, why: str = "") -> None:
     available = available_memory()
     if num_bytes > available:
         raise StartError(
-            f"The model's weights take {size_text(num_bytes)}, but only {size_text(available)} of memory is available."
+            f"The model's weights take {size_text(num_bytes)}{why}, "
+            f"but only {size_text(available)} of memory is available."
         )
 
 
@@ -92,10 +94,14 @@ def _load_backbone(
     store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name)
     kept = store.load() if config.self_check == "auto" else None
     if kept is not None and kept.recipe is not None and kept.recipe.fits(weights.shapes):
+        quantiser = Quantiser(config.quantization, weights, {})
+        _check_room(served_bytes(kept.recipe, weights.shapes, quantiser, dtype))
         with watch.phase("weights"):
             tensors = dict(weights.tensors(dtype)) if config.quantization == "none" else weights.some_tensors(dtype)
         backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
         return backbone, kept.max_position
+    why = "" if config.quantization == "none" else " before they are quantised, as a model's first start reads them"
+    _check_room(weights.num_parameters * dtype.itemsize, why)
     with watch.phase("modelling_code"):
         first = importlib.import_module("engine.models.first_load")
     backbone, found = first.first_load(config, weights, dtype, backend, kept, watch)

@@ -33,7 +33,7 @@ class LayerTensors(NamedTuple):
     qkv_bias: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    gate_up: Tensor  # packed as gated, unless it is quantised
+    gate_up: Tensor  # packed as gated
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
@@ -67,8 +67,9 @@ class NativeDecoder:
     def __init__(
         self, shape: DecoderShape, embedding: Tensor, final_norm: Tensor, head: Tensor, layers: Sequence[LayerTensors]
     ) -> None:
-        """embedding: [vocabulary, hidden_size]. Raises RuntimeError if shapes and tensors do not fit together."""
-        none = embedding.new_empty(0)
+        """embedding: [vocabulary, hidden_size], or packed as for ops.embed_quant, of as many rows as the head. Raises
+        RuntimeError if shapes and tensors do not fit together."""
+        none = final_norm.new_empty(0)
         norms: list[tuple[float, NormVariant]] = [norm or (0.0, "llama") for norm in shape.norms]
         self.handle = ops.decoder_create(
             [embedding, final_norm, head],

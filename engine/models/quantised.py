@@ -21,6 +21,28 @@ from engine.config import StartError
 GROUP = 32
 ZERO = {8: 128, 4: 8}
 Bits = Literal[8, 4]
+PANEL = 32  # output features that are packed together, gated 16 of either half
+RUN = 1 << 17  # elements rounded at once: what float32 takes for them is small beside any model
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """What a packed weight's size depends on, beside its shape."""
+
+    bits: Bits
+    has_minimums: bool
+
+    def packed_bytes(self, out_features: int, in_features: int, *, gated: bool = False) -> int:
+        """Of ops.pack_linear_quant's result."""
+        panels = -(-out_features // 2 // (PANEL // 2)) if gated else -(-out_features // PANEL)
+        group_bytes = PANEL * ((4 if self.has_minimums else 2) + GROUP * self.bits // 8)
+        return panels * -(-in_features // GROUP) * group_bytes
+
+
+def join_formats(formats: Sequence[QuantFormat]) -> QuantFormat:
+    """The narrowest one that holds weights of all of them exactly."""
+    bits: Bits = 8 if any(each.bits == 8 for each in formats) else 4
+    return QuantFormat(bits, any(each.has_minimums or each.bits != bits for each in formats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,10 @@ class QuantisedWeight:
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
+
+    @property
+    def format(self) -> QuantFormat:
+        return QuantFormat(self.bits, self.minimums is not None)
 
     def with_rows(self, order: Callable[[Tensor], Tensor]) -> QuantisedWeight:
         """With its rows in another order: `order` is given [out_features, ...] and returns the same shape."""
@@ -51,9 +77,9 @@ class QuantisedWeight:
         """The same weight with `bits`, no fewer than it has; exact."""
         return self if bits == self.bits else _widened(self, bits, with_minimums=True)
 
-    def pack(self) -> Tensor:
-        """As ops.linear_quant reads it."""
-        return ops.pack_linear_quant(self.values, self.scales, self.minimums, self.bits)
+    def pack(self, *, gated: bool = False) -> Tensor:
+        """As ops.linear_quant reads it. gated: the first half of the rows is a gate."""
+        return ops.pack_linear_quant(self.values, self.scales, self.minimums, self.bits, gated=gated)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[out_features, in_features], computed in float32 and rounded once."""
@@ -67,15 +93,14 @@ class QuantisedWeight:
 
 def join(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """The rows of several weights as one, in the narrowest form that holds all of them exactly."""
-    bits: Bits = 8 if any(part.bits == 8 for part in parts) else 4
-    with_minimums = any(part.minimums is not None or part.bits != bits for part in parts)
-    parts = [_widened(part, bits, with_minimums=with_minimums) for part in parts]
+    wanted = join_formats([part.format for part in parts])
+    parts = [_widened(part, wanted.bits, with_minimums=wanted.has_minimums) for part in parts]
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return QuantisedWeight(
-        bits,
+        wanted.bits,
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),
-        torch.cat(minimums) if with_minimums else None,
+        torch.cat(minimums) if wanted.has_minimums else None,
     )
 
 
@@ -92,11 +117,28 @@ def quantise(weight: Tensor, bits: Bits) -> QuantisedWeight:
     magnitude / 127; 4 bits: scale and minimum from the group's largest and smallest value.
 
     Raises StartError for weights that float16 scales cannot hold."""
-    groups = _grouped(weight.float())  # [out_features, groups, 32]
-    quantised = _eight_bits(groups) if bits == 8 else _four_bits(groups)
+    return quantise_rows(weight.shape[0], weight.shape[1], bits, lambda first, end: weight[first:end].float())
+
+
+def quantise_rows(
+    out_features: int, in_features: int, bits: Bits, rows: Callable[[int, int], Tensor]
+) -> QuantisedWeight:
+    """`quantise` of a weight that need not be there as a whole: rows(first, end) -> [end - first, in_features],
+    float32."""
+    groups = -(-in_features // GROUP)
+    values = torch.empty(out_features, in_features, dtype=torch.uint8)
+    scales = torch.empty(out_features, groups, dtype=torch.float16)
+    minimums = torch.empty_like(scales) if bits == 4 else None
+    step = max(1, RUN // in_features)
+    for first in range(0, out_features, step):
+        run = slice(first, min(first + step, out_features))
+        part = (_eight_bits if bits == 8 else _four_bits)(_grouped(rows(run.start, run.stop)))
+        values[run], scales[run] = part.values.flatten(1)[:, :in_features], part.scales
+        if minimums is not None and part.minimums is not None:
+            minimums[run] = part.minimums
+    quantised = QuantisedWeight(bits, values, scales, minimums)
     quantised.check_finite()
-    values = quantised.values.flatten(1)[:, : weight.shape[1]]
-    return replace(quantised, values=values.contiguous())
+    return quantised
 
 
 def _grouped(values: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from torch import Tensor
 from engine.config import LoadFormat, StartError
 from engine.models import config_facts, gguf_config, gguf_tensors, safetensors_files
 from engine.models.gguf import GgufFile
-from engine.models.quantised import QuantisedWeight
+from engine.models.gguf_quantised import own_format
+from engine.models.quantised import QuantFormat, QuantisedWeight
 from engine.models.source import Source, read_json
 from engine.models.user_cache import cache_root, check_room, content_hash, write_atomically, write_bytes
 
@@ -65,6 +66,10 @@ class Weights(ABC):
     def quantised(self, name: str) -> QuantisedWeight | None:
         """A matrix in the smallest form that holds what is stored; None if that is floating point. Raises
         StartError."""
+        return None
+
+    def quantised_format(self, name: str) -> QuantFormat | None:
+        """That of `quantised(name)`, without reading it."""
         return None
 
 
@@ -168,6 +173,9 @@ class GgufWeights(Weights):
     def quantised(self, name: str) -> QuantisedWeight | None:
         info = self.gguf.tensors[self._names[name]]
         return gguf_tensors.quantised_parameter(self.gguf, info, gguf_config.family(self.gguf), self.hf_config)
+
+    def quantised_format(self, name: str) -> QuantFormat | None:
+        return own_format(self.gguf.tensors[self._names[name]].kind)
 
     def derive(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter in `dtype`, past the cache. Raises KeyError, GgufError."""

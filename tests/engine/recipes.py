@@ -22,7 +22,7 @@ from engine.models.fused import (
     NormRecipe,
     RopeRecipe,
 )
-from engine.models.quantised import QuantisedWeight
+from engine.models.quantised import QuantFormat, QuantisedWeight
 from engine.models.quantiser import Quantiser
 from engine.ops import NormVariant
 
@@ -116,6 +116,9 @@ class NothingStored:
     """Files without quantised weights."""
 
     def quantised(self, name: str) -> QuantisedWeight | None:
+        return None
+
+    def quantised_format(self, name: str) -> QuantFormat | None:
         return None
 
 

@@ -86,10 +86,11 @@ def test_on_every_instruction_set_level(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantised(dtype: torch.dtype, quantization: Quantization) -> None:
+@pytest.mark.parametrize(("name", "intermediate"), [("everything", 96), ("plain", 70)])
+def test_quantised(name: str, intermediate: int, dtype: torch.dtype, quantization: Quantization) -> None:
     torch.set_num_threads(2)
-    tensors = draw_tensors(RECIPES["everything"], dtype, hidden=128, intermediate=96, biases=True)
-    assert_same_run("everything", tensors, quantization)
+    tensors = draw_tensors(RECIPES[name], dtype, hidden=128, intermediate=intermediate, biases=True)
+    assert_same_run(name, tensors, quantization)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

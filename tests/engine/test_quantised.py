@@ -10,8 +10,8 @@ from torch import Tensor
 from engine import ops
 from engine.config import StartError
 from engine.models.dequantize import dequantize
-from engine.models.gguf_quantised import own_precision
-from engine.models.quantised import Bits, QuantisedWeight, join, quantise
+from engine.models.gguf_quantised import own_format, own_precision
+from engine.models.quantised import RUN, Bits, QuantisedWeight, join, quantise
 from tests.engine.test_gguf_dequantize import random_blocks
 
 BITS: list[Bits] = [8, 4]
@@ -75,6 +75,36 @@ def test_joined_rows_are_the_parts_exactly(kinds: tuple[str, ...]) -> None:
 def test_joining_keeps_the_narrowest_form() -> None:
     assert join([weight_of(Kind.Q8_0, 3, 64), weight_of(Kind.Q5_0, 3, 64)]).minimums is None
     assert join([weight_of(Kind.Q4_1, 3, 64), weight_of(Kind.Q4_K, 3, 256)][:1]).bits == 4
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_weight_is_rounded_in_runs(bits: Bits) -> None:
+    """More rows than one run has, and rows longer than a run."""
+    for shape in ((5000, 40), (3, RUN + 40)):
+        weight = random(*shape, seed=2)
+        whole = quantise(weight, bits)
+        for first in range(0, shape[0], 1000):
+            part = quantise(weight[first : first + 10], bits)
+            assert torch.equal(whole.dense(torch.float32)[first : first + 10], part.dense(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q8_0", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL"],
+)
+def test_a_format_is_known_before_anything_is_read(kind: str) -> None:
+    data, _ = blocks_of(Kind[kind], 4, 512)
+    weight = own_precision(data, Kind[kind], (4, 512))
+    assert (None if weight is None else weight.format) == own_format(Kind[kind])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("rows", "columns"), [(2, 7), (64, 64), (66, 100), (150, 33)])
+def test_a_packed_size_is_known_before_it_is_packed(rows: int, columns: int, bits: Bits) -> None:
+    weight = quantise(random(rows, columns), bits)
+    for each in (weight, weight.widened(8)):
+        for gated in (False, True):
+            assert each.pack(gated=gated).nbytes == each.format.packed_bytes(rows, columns, gated=gated)
 
 
 def weight_of(kind: Kind, rows: int, columns: int) -> QuantisedWeight:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine import ops
+from engine.models.quantised import QuantisedWeight
+from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = [(8, False), (8, True), (4, False), (4, True)]
@@ -202,13 +204,54 @@ def test_very_small_and_very_large_rows(quant: tuple[int, bool]) -> None:
     assert ((got[2:].double() - exact).abs() <= exact.abs().amax(1, keepdim=True) * 1e-5).all()
 
 
+def test_a_sum_too_small_for_a_normal_number_is_rounded_too() -> None:
+    """Two groups that nearly cancel: 127 - 126 times 1e-29 / 127 times the smallest scale."""
+    values = torch.full((32, 64), 128, dtype=torch.uint8)
+    values[:, 0], values[:, 32] = 129, 127
+    packed = ops.pack_linear_quant(values, torch.full((32, 2), 2.0**-24, dtype=torch.float16), None, 8)
+    x = torch.zeros(3, 64)
+    x[1, [0, 33]], x[1, 32] = 1e-29, 1e-29 * 126 / 127
+    x[2, 0] = torch.inf
+    wide = ops.linear_quant(x.bfloat16(), packed, None, 32, out_dtype=torch.float32)
+    got = ops.linear_quant(x.bfloat16(), packed, None, 32)
+    assert 0 < float(wide[1, 0]) < 1e-38
+    assert torch.equal(got[:2], wide[:2].bfloat16())
+    assert got[2].isnan().all()
+
+
 def test_no_rows() -> None:
     packed = weight_of(10, 8, (8, False)).packed()
     assert ops.linear_quant(torch.empty(0, 8), packed, None, 10).shape == (0, 10)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 32), (3, 16, 31), (5, 33, 100), (40, 100, 64)])
+def test_a_gate_gives_the_bits_of_two_ops(
+    m: int, n: int, k: int, activation: ops.ActivationKind, dtype: torch.dtype, quant: tuple[int, bool]
+) -> None:
+    weight, x, bias = weight_of(2 * n, k, quant), random(m, k, dtype=dtype), random(2 * n, seed=4)
+    gated = ops.pack_linear_quant(weight.values, weight.scales, weight.minimums, weight.bits, gated=True)
+    for b in (None, bias):
+        both = ops.linear_quant(x, weight.packed(), b, 2 * n)
+        expected = ACTIVATE_AND_MULTIPLY[activation](both)
+        assert torch.equal(ops.linear_quant(x, gated, b, n, activation=activation), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 31), (100, 61), (64, 96), (97, 576)])
+def test_rows_of_a_table(n: int, k: int, dtype: torch.dtype, quant: tuple[int, bool]) -> None:
+    weight = weight_of(n, k, quant)
+    ids = torch.randint(0, n, (150,), generator=torch.Generator().manual_seed(5))
+    got = ops.embed_quant(ids, weight.packed(), torch.empty(k, dtype=dtype), n)
+    own = QuantisedWeight(weight.bits, weight.values, weight.scales, weight.minimums)  # type: ignore[arg-type]
+    assert torch.equal(got, own.dense(dtype)[ids])
+    assert ops.embed_quant(ids[:0], weight.packed(), torch.empty(k, dtype=dtype), n).shape == (0, k)
+
+
 X, PACKED = torch.zeros(2, 40), weight_of(50, 40, (4, True)).packed()
 VALUES, SCALES = torch.zeros(3, 40, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.float16)
+IDS = torch.arange(4)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +271,23 @@ VALUES, SCALES = torch.zeros(3, 40, dtype=torch.uint8), torch.zeros(3, 2, dtype=
         (lambda: ops.linear_quant(X, PACKED, torch.zeros(49), 50), r"bias: wanted \[out_features\] = \[50\]"),
         (lambda: ops.linear_quant(X, PACKED, torch.zeros(50).half(), 50), "bias: wanted float32, got float16"),
         (lambda: ops.linear_quant(X, PACKED, None, 50, out_dtype=torch.bfloat16), "linear_quant: out_dtype: wanted"),
+        (lambda: ops.linear_quant(X, PACKED, None, 50, activation="silu"), "linear_quant: packed: wanted"),
+        (
+            lambda: ops.linear_quant(X, PACKED, None, 25, activation="relu"),  # type: ignore[arg-type]
+            "activation: wanted silu, gelu or gelu_tanh",
+        ),
+        (
+            lambda: ops.linear_quant(X, PACKED, torch.zeros(25), 25, activation="silu"),
+            r"bias: wanted \[2 \* out_features\] = \[50\]",
+        ),
+        (lambda: ops.embed_quant(IDS, PACKED, X[0], 65), "embed_quant: packed: wanted"),
+        (lambda: ops.embed_quant(IDS, PACKED, X[0], 0), "embed_quant: vocab_size: wanted at least 1"),
+        (lambda: ops.embed_quant(IDS, PACKED, X[0].double(), 50), "like: wanted float32 or bfloat16, got float64"),
+        (lambda: ops.embed_quant(IDS, PACKED, X, 50), r"like: wanted \[hidden_size\]"),
+        (lambda: ops.embed_quant(IDS.int(), PACKED, X[0], 50), "ids: wanted int64, got int32"),
+        (lambda: ops.embed_quant(IDS + 47, PACKED, X[0], 50), "ids: wanted numbers below 50, got 50 at 3"),
+        (lambda: ops.embed_quant(IDS - 1, PACKED, X[0], 50), "ids: wanted numbers below 50, got -1 at 0"),
+        (lambda: ops.pack_linear_quant(VALUES, SCALES, None, 8, gated=True), "values: wanted an even number of rows"),
         (lambda: ops.pack_linear_quant(VALUES[0], SCALES, None, 8), "pack_linear_quant: values: wanted"),
         (lambda: ops.pack_linear_quant(VALUES[:0], SCALES, None, 8), "values: wanted at least one row"),
         (lambda: ops.pack_linear_quant(VALUES.float(), SCALES, None, 8), "values: wanted uint8, got float32"),
