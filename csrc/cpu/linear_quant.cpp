@@ -29,6 +29,12 @@ int64_t row_of_column(const PackQuantArgs& a, int64_t panel, int64_t column) {
   return column < kGatedColumns ? within : half + within;
 }
 
+uint32_t load_word(const uint8_t* from) {
+  uint32_t word;
+  __builtin_memcpy(&word, from, sizeof word);
+  return word;
+}
+
 void pack_group(const PackQuantArgs& a, int64_t panel, int64_t group, uint8_t* to) {
   const int64_t groups = quant_groups(a.in_features);
   uint16_t* heads = reinterpret_cast<uint16_t*>(to);
@@ -41,12 +47,12 @@ void pack_group(const PackQuantArgs& a, int64_t panel, int64_t group, uint8_t* t
     if (n >= a.out_features) continue;
     heads[c] = a.scales[n * groups + group];
     if (a.minimums != nullptr) heads[kPanelColumns + c] = a.minimums[n * groups + group];
-    const uint8_t* values = a.values + n * a.stride + first;
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t line = a.format.bits == 8 ? k / 4 : k % 16 / 4;
-      const int shift = a.format.bits == 4 && k >= 16 ? 4 : 0;
-      uint8_t& byte = lines[line * kQuantLine + c * 4 + k % 4];
-      byte = uint8_t(byte | values[k] << shift);
+    uint8_t values[kQuantGroup] = {};
+    __builtin_memcpy(values, a.values + n * a.stride + first, size_t(count));
+    for (int64_t s = 0; s < kWords * a.format.bits / 8; ++s) {
+      uint32_t word = load_word(values + s * 4);
+      if (a.format.bits == 4) word |= load_word(values + 16 + s * 4) << 4;
+      __builtin_memcpy(lines + s * kQuantLine + c * 4, &word, sizeof word);
     }
   }
 }
