@@ -85,7 +85,9 @@ COPY engine engine
 COPY server server
 COPY loadtest loadtest
 # hadolint ignore=DL3013
-RUN pip install ${PIP_ARGS} --no-deps -C cmake.define.PAGEMILL_CUDA=ON . && pip check \
+RUN pip install ${PIP_ARGS} --no-deps --config-settings=cmake.define.PAGEMILL_CUDA=ON \
+    --config-settings=cmake.define.PAGEMILL_INSTALL_CUDA=ON . \
+    && pip check \
     && if [ -n "${DEMO_SPEC}" ]; then pip install ${PIP_ARGS} --no-deps "${DEMO_SPEC}"; fi \
     && pip uninstall -y pip
 COPY deploy/healthcheck.py /opt/pagemill/

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.server.process import ServerProcess, free_port, stub_server
+from tests.server.test_tls import certificate
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "healthcheck.py"
 
 
-def check(port: int, *flags: str) -> tuple[int, str]:
-    env = {"PATH": os.environ["PATH"], "PAGEMILL_PORT": str(port), "http_proxy": "http://127.0.0.1:1"}
+def check(port: int, *flags: str, **more: str) -> tuple[int, str]:
+    env = {"PATH": os.environ["PATH"], "PAGEMILL_PORT": str(port), "http_proxy": "http://127.0.0.1:1"} | more
     done = subprocess.run([sys.executable, "-I", str(SCRIPT), *flags], env=env, capture_output=True, text=True)
     return done.returncode, done.stdout.strip()
 
@@ -36,6 +38,16 @@ def test_a_step_that_hangs(tmp_path: Path) -> None:
     with stub_server(tmp_path / "log", "--hung") as server:
         server.wait_for("hung")
         assert both(server) == [(1, "hung"), (1, "hung")]
+
+
+def test_a_server_that_speaks_https(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    with stub_server(tmp_path / "log", "--set", f"tls_cert={cert}", "--set", f"tls_key={key}") as server:
+        until = time.monotonic() + 30
+        while (found := check(server.port, PAGEMILL_TLS_CERT=str(cert))) != (0, "ready"):
+            assert time.monotonic() < until, found
+            time.sleep(0.1)
+        assert check(server.port)[0] == 1
 
 
 @pytest.mark.parametrize("flags", [(), ("--alive",)])

@@ -91,10 +91,7 @@ def test_kustomize_builds_it(folder: str) -> None:
     documents = {document["kind"]: document for document in yaml.safe_load_all(built.stdout)}
     assert set(documents) == {"ConfigMap", "Deployment", "Service", "HorizontalPodAutoscaler", "PodMonitor"}
     config = tomllib.loads(documents["ConfigMap"]["data"]["config.toml"])
-    assert config == table("h200.toml" if folder == "cuda" else "cpu.toml") | {
-        "log_format": "json",
-        "metrics_auth": True,
-    }
+    assert config == table("h200.toml" if folder == "cuda" else "cpu.toml") | {"log_format": "json"}
     (container,) = documents["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"pagemill:{folder}"
     assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (folder == "cuda")

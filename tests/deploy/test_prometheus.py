@@ -26,7 +26,7 @@ from tests.server.process import ServerProcess, free_port
 
 CONFIG = ROOT / "config"
 KEY = "sk-scrape"
-FLAGS = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--num-threads", "1", "--metrics-auth")
+FLAGS = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--num-threads", "1")
 
 
 def promtool(*words: str) -> subprocess.CompletedProcess[str]:
@@ -112,10 +112,20 @@ def scraping(folder: Path, server: ServerProcess) -> Iterator[str]:
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
+        _wait_listening(f"http://{listen}", folder / "prometheus.log")
         yield f"http://{listen}"
     finally:
         process.terminate()
         process.wait(30)
+
+
+def _wait_listening(url: str, log: Path) -> None:
+    for _ in range(300):
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url + "/-/ready", timeout=5, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"Prometheus does not start:\n{log.read_text()[-2000:]}")
 
 
 @contextlib.contextmanager
