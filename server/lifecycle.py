@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from engine.config import StartError
 from engine.outputs import ModelInfo, Phase
 from server.app import create_app
+from server.auth import is_local
 from server.connections import Connection, ConnectionLimits, ServerConfig, check_stalls
 from server.engine_port import Engine
 from server.front import front_for
@@ -199,6 +200,8 @@ class Lifecycle:
         host, port = self._listener.getsockname()[:2]
         names = ", ".join(settings.served_model_name or (info.name,))
         shown = f"[{host}]" if ":" in host else host
+        if not (settings.api_key or settings.api_key_file or is_local(settings.host)):
+            logger.warning("without an API key, everybody who reaches this port is served")
         scheme = "http" if settings.tls_cert is None else "https"
         logger.info(f"ready: serving {names} on {scheme}://{shown}:{port}")
 

@@ -55,6 +55,21 @@ def test_it_listens_while_the_model_loads(log: Path) -> None:
             assert fact in server.log
 
 
+@pytest.mark.parametrize(
+    ("switches", "warns"),
+    [((), False), (("host=0.0.0.0",), True), (("host=0.0.0.0", "api_key=k"), False), (("host=localhost",), False)],
+)
+def test_a_server_that_is_open_to_all_says_so(log: Path, switches: tuple[str, ...], warns: bool) -> None:
+    with stub_server(log, *(part for switch in switches for part in ("--set", switch))) as server:
+        server.wait_for("ready")
+        for _ in range(200):
+            if "ready: serving" in server.log:  # the last line of the start
+                break
+            time.sleep(0.02)
+        assert "ready: serving" in server.log
+        assert ("everybody who reaches this port is served" in server.log) is warns
+
+
 def test_a_model_that_cannot_be_loaded_is_one_sentence(log: Path) -> None:
     with stub_server(log, "--start-error", "There is no such model.") as server:
         assert server.wait() == 1
