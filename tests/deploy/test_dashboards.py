@@ -8,6 +8,8 @@ import re
 import pytest
 import yaml
 
+from server import settings
+from server.app import create_app
 from server.metrics import Metrics
 from tests.deploy import dashboards
 from tests.deploy.tools import ROOT
@@ -17,8 +19,10 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 
 
 def exposed() -> str:
-    metrics = Metrics()
-    metrics.model_loaded(StubEngine(ready=True).model_info)
+    """/metrics of a server that has a key and has had an error."""
+    engine = StubEngine(ready=True)
+    metrics: Metrics = create_app(settings.load({"api_key": "sk-test"}), engine).state.metrics
+    metrics.model_loaded(engine.model_info)
     metrics.error(500)
     return metrics.render().decode()
 
