@@ -14,14 +14,16 @@ import pytest
 import yaml
 
 from server import settings
+from server.app import create_app
 from tests.deploy.test_profiles import table
 from tests.deploy.tools import HOW, ROOT, TOOLS
 from tests.server.process import ServerProcess, stub_server
+from tests.server.stub_engine import StubEngine
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 NODE = TOOLS / "node/node_modules/@kubernetes-models"
 CORE = ("cpu/config.yaml", "cpu/deployment.yaml", "cpu/service.yaml", "cpu/hpa.yaml")
-CUSTOM = {"cpu/podmonitor.yaml": "prometheus-operator", "keda.yaml": "keda"}
+CUSTOM = {"cpu/podmonitor.yaml": "prometheus-operator", "keda.yaml": "keda", "keda-vllm.yaml": "keda"}
 VERSIONS = ("1.30", "1.34")  # the oldest with preStop's sleep on, and a later one
 VALIDATE = """
 import json, sys
@@ -98,6 +100,29 @@ def test_kustomize_builds_it(folder: str) -> None:
     validate(documents["Deployment"], VERSIONS[0])
 
 
+def test_behind_a_gateway_the_pool_is_these_pods_and_the_picker_may_read_their_metrics() -> None:
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not here")
+    words = [kubectl, "kustomize", str(FOLDER / "gateway")]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    documents = {document["kind"]: document for document in yaml.safe_load_all(built)}
+    pool, pod = documents["InferencePool"]["spec"], documents["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert pool["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pool["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    values = {variable["name"]: variable.get("value") for variable in container["env"]}
+    given = {name.removeprefix(settings.ENV_PREFIX).lower(): value for name, value in values.items() if value}
+    chosen = settings.load(given)
+    assert not chosen.metrics_auth
+    engine = StubEngine(ready=True)
+    app = create_app(chosen, engine)
+    app.state.metrics.model_loaded(engine.model_info)
+    told = app.state.metrics.render().decode()
+    for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        assert f"\n{name}{{" in told
+    assert "vllm:num_requests_waiting{" in read("keda-vllm.yaml")["spec"]["triggers"][0]["metadata"]["query"]
+
+
 def test_the_config_is_one_that_the_server_loads(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(read("cpu/config.yaml")["data"]["config.toml"])
@@ -120,7 +145,7 @@ def test_names_agree() -> None:
     }
     for variable in container["env"]:
         assert variable["name"].removeprefix(settings.ENV_PREFIX).lower() in settings.Settings.model_fields
-    for name in ("cpu/hpa.yaml", "keda.yaml"):
+    for name in ("cpu/hpa.yaml", "keda.yaml", "keda-vllm.yaml"):
         assert read(name)["spec"]["scaleTargetRef"]["name"] == read("cpu/deployment.yaml")["metadata"]["name"]
 
 
