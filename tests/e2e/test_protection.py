@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def ask(client: httpx.AsyncClient, key: str, prompt: str, **more: Any) -> tuple[httpx.Response, float]:
-    """The answer, and when it was there."""
+    """The answer, and when it came."""
     body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0} | more
     response = await client.post("/v1/completions", json=body, headers=bearer(key))
     return response, time.monotonic()
@@ -64,8 +64,13 @@ async def _shares(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.01)
     answer, ended_s = await ask(client, "sk-modest", "One request is")
     assert answer.json()["usage"]["completion_tokens"] == TOKENS
-    ends = sorted(end for _, end in await asyncio.gather(*queued))
-    assert all(task.result()[0].status_code == 200 for task in queued)
+    answers = await asyncio.gather(*queued)
+    ends = sorted(end for _, end in answers)
+    usage = [told.json()["usage"] for told, _ in answers]
+    assert await metric(client, 'client_tokens_total{client="greedy"}') == sum(each["total_tokens"] for each in usage)
+    usage.append(answer.json()["usage"])
+    assert await metric(client, "generation_tokens_total") == sum(each["completion_tokens"] for each in usage)
+    assert await metric(client, "prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
     num_before = sum(end < ended_s for end in ends)
     assert num_before <= NUM_QUEUED / 2, "it came last and was among the first: 4 rows, a turn each"
     assert ended_s < median(ends)
