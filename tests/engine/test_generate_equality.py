@@ -53,12 +53,12 @@ def prompts_of(harness: Harness) -> list[list[int]]:
     return drawn + [tokenizer.encode(text) for text in TEXTS]
 
 
-def reference_model(path: Path) -> Any:
-    """transformers' own model, its own attention and cache, over the same float32 weights."""
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' own model, its own attention and cache, over the same weights in `dtype`."""
     weights = open_weights(resolve_source(str(path)))
     config = AutoConfig.for_model(**weights.hf_config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    missing, unexpected = model.load_state_dict(dict(weights.tensors(torch.float32)), strict=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    missing, unexpected = model.load_state_dict(dict(weights.tensors(dtype)), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}  # tied to the embedding
     model.tie_weights()
