@@ -14,7 +14,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
@@ -34,6 +34,7 @@ from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams,
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stream import GenerationStream
+from engine.structured import GrammarStore
 from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
 
@@ -43,6 +44,15 @@ logger = logging.getLogger("pagemill.engine")
 STOP_S = 10.0  # how long stop() waits for a step in progress
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The parts of the engine that the event loop knows. The others are the engine thread's and end with it."""
+
+    tokenizer: Tokenizer
+    info: ModelInfo
+    grammars: GrammarStore | None
+
+
 class AsyncEngine:
     """One model, one engine thread. Life: start -> generate... -> drain -> stop."""
 
@@ -50,7 +60,7 @@ class AsyncEngine:
         self.config = config
         self._load = load
         self._phase = Phase.STARTING
-        self._parts: EngineParts | None = None
+        self._known: _Known | None = None
         self._streams: dict[int, GenerationStream] = {}
         self._forms: dict[int, StructuredOutput] = {}  # of the streams that have one
         self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
@@ -98,8 +108,9 @@ class AsyncEngine:
             self._phase = Phase.READY
 
     def _load_parts(self) -> tuple[Runner, Scheduler]:
-        self._parts = self._load(self.config)
-        return self._parts.runner, self._parts.scheduler
+        parts = self._load(self.config)
+        self._known = _Known(parts.tokenizer, parts.info, parts.grammars)
+        return parts.runner, parts.scheduler
 
     def _hand(self, callback: Callable[..., None], *args: object) -> None:
         """Engine thread -> event loop; silent once the event loop is gone."""
@@ -125,8 +136,8 @@ class AsyncEngine:
         self._end_all("The server is shutting down.")
         if self._phase is not Phase.DEAD:
             self._phase = Phase.DRAINING
-        if self._parts is not None and self._parts.grammars is not None:
-            self._parts.grammars.close()
+        if self._known is not None and self._known.grammars is not None:
+            self._known.grammars.close()
         self._loop.post(Stop())
         deadline = time.monotonic() + STOP_S
         while self._loop.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110  # a thread sets no asyncio.Event
@@ -153,10 +164,10 @@ class AsyncEngine:
         return self._loaded.tokenizer
 
     @property
-    def _loaded(self) -> EngineParts:
-        if self._parts is None:
+    def _loaded(self) -> _Known:
+        if self._known is None:
             raise NotServing("The model is still loading.")
-        return self._parts
+        return self._known
 
     async def wait_dead(self) -> None:
         """Returns when the engine has died of an error of its own."""

@@ -112,6 +112,15 @@ class EngineLoop(threading.Thread):
                 self._step()
         except BaseException as error:  # the single handler: whatever happened, waiting clients must hear of it
             self._on_death(error)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The thread is over: the model's memory does not wait for those who still hold the thread, or for the garbage
+        collector to find the circle of callbacks."""
+        self._in_flight.clear()
+        for name in ("_runner", "_scheduler", "_load", "_deliver", "_on_ready", "_on_death"):
+            self.__dict__.pop(name, None)
 
     def _receive(self) -> None:
         """Wait until there is something to do, then empty the inbox."""

@@ -69,7 +69,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 
 def runner_of(engine: AsyncEngine) -> Runner:
-    runner = engine._loaded.runner
+    runner = engine._loop._runner
     assert isinstance(runner, Runner)
     return runner
 
@@ -85,10 +85,10 @@ async def settled(engine: AsyncEngine) -> None:
     """Until the engine's last delivery has been seen and nothing is admitted."""
     for _ in range(500):
         await asyncio.sleep(0.01)
-        if not engine._streams and not engine._loaded.scheduler.has_work:
+        if not engine._streams and not engine._loop._scheduler.has_work:
             break
     assert (engine._admission.num_sequences, engine._admission.num_tokens) == (0, 0)
-    manager = engine._loaded.scheduler.manager
+    manager = engine._loop._scheduler.manager
     assert manager.num_free_blocks == manager.allocator.num_blocks
 
 

@@ -110,7 +110,7 @@ def test_one_choice_brings_them_for_all(tmp_path: Path) -> None:
 
 def test_never_more_than_a_slice_of_logits_at_once(tmp_path: Path) -> None:
     with Harness(config_of(tiny_folder(tmp_path, "llama"))) as harness:
-        backbone = harness.engine._loaded.runner.backbone
+        backbone = harness.engine._loop._runner.backbone
         rows: list[int] = []
         logits = backbone.model.logits
 
