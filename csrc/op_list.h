@@ -35,8 +35,9 @@ Tensor embed_quant(const Tensor ids, const Tensor packed, const Tensor like, int
 
 int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor> layers,
                        const std::vector<int64_t> sizes, const std::vector<int64_t> windows,
-                       const std::vector<int64_t> ropes, double scale, double softcap, double embedding_scale,
+                       const std::vector<int64_t> ropes, const std::vector<double> numbers,
                        const std::vector<double> eps, std::string variants, std::string activation);
+int64_t decoder_step_bytes(int64_t handle, int64_t num_tokens, int64_t num_wanted);
 void decoder_destroy(int64_t handle);
 void decoder_attach(int64_t handle, const std::vector<Tensor> ropes, const std::vector<Tensor> key_caches,
                     const std::vector<Tensor> value_caches);
@@ -48,6 +49,7 @@ Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string var
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);
 Tensor activation(const Tensor x, std::string kind);
 Tensor gated_activation(const Tensor x, std::string kind);
+void shape_logits(Tensor logits, double scale, double softcap);
 Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
               const Tensor greedy, const Tensor seed_keys, const Tensor positions);
 Tensor logprobs_of(const Tensor logits, const Tensor ids);

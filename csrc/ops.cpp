@@ -28,8 +28,9 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
       "Tensor");
   library.def("embed_quant(Tensor ids, Tensor packed, Tensor like, int vocab_size) -> Tensor");
   library.def(
-      "decoder_create(Tensor[] ends, Tensor[] layers, int[] sizes, int[] windows, int[] ropes, float scale, "
-      "float softcap, float embedding_scale, float[] eps, str variants, str activation) -> int");
+      "decoder_create(Tensor[] ends, Tensor[] layers, int[] sizes, int[] windows, int[] ropes, float[] numbers, "
+      "float[] eps, str variants, str activation) -> int");
+  library.def("decoder_step_bytes(int handle, int num_tokens, int num_wanted) -> int");
   library.def("decoder_destroy(int handle) -> ()");
   library.def("decoder_attach(int handle, Tensor[] ropes, Tensor[] key_caches, Tensor[] value_caches) -> ()");
   library.def(
@@ -39,6 +40,7 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
   library.def("activation(Tensor x, str kind) -> Tensor");
   library.def("gated_activation(Tensor x, str kind) -> Tensor");
+  library.def("shape_logits(Tensor(a!) logits, float scale, float softcap) -> ()");
   library.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor greedy, "
       "Tensor seed_keys, Tensor positions) -> Tensor");
@@ -51,6 +53,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CompositeExplicitAutograd, library) {
   library.impl("isa_levels", TORCH_BOX(&pagemill::isa_levels));
   library.impl("set_isa", TORCH_BOX(&pagemill::set_isa));
   library.impl("decoder_destroy", TORCH_BOX(&pagemill::decoder_destroy));
+  library.impl("decoder_step_bytes", TORCH_BOX(&pagemill::decoder_step_bytes));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
@@ -71,6 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::fused_add_rms_norm));
   library.impl("activation", TORCH_BOX(&pagemill::activation));
   library.impl("gated_activation", TORCH_BOX(&pagemill::gated_activation));
+  library.impl("shape_logits", TORCH_BOX(&pagemill::shape_logits));
   library.impl("sample", TORCH_BOX(&pagemill::sample));
   library.impl("logprobs_of", TORCH_BOX(&pagemill::logprobs_of));
 }

@@ -16,9 +16,10 @@ import torch
 
 from engine import ops
 from engine.attention.native import NativeAttention
-from engine.config import EngineConfig, StartError
+from engine.config import EngineConfig, SchedulerConfig, StartError
 from engine.kv.cache import KVCache, bytes_per_token, num_blocks_for
 from engine.kv.manager import KVCacheManager
+from engine.models.backbone import Backbone
 from engine.models.loader import LoadedModel, load_model
 from engine.outputs import ModelInfo
 from engine.runner import ModelRunner
@@ -45,6 +46,7 @@ class Plan:
     info: ModelInfo
     weight_bytes: int
     kv_pool_bytes: int
+    step_bytes: int  # of the largest step: activations and logits
     num_pool_tokens: int
 
     def concurrent_sequences(self, length: int) -> int:
@@ -72,7 +74,9 @@ def _load_engine(config: EngineConfig) -> EngineParts:
     backbone = model.backbone
     max_model_len = _wanted_model_len(config, model)
     wanted = config.scheduler.max_num_seqs * max_model_len
-    num_blocks = num_blocks_for(config.cache, backbone.layers, backbone.dtype, wanted)
+    num_blocks = num_blocks_for(
+        config.cache, backbone.layers, backbone.dtype, wanted, _largest_step(config.scheduler, backbone)
+    )
     block_size = config.cache.block_size
     max_model_len = _cap_to_pool(max_model_len, num_blocks * block_size)
 
@@ -118,8 +122,14 @@ def plan(config: EngineConfig) -> Plan:
         info=parts.info,
         weight_bytes=backbone.weight_bytes,
         kv_pool_bytes=parts.runner.kv_cache.num_bytes,
+        step_bytes=_largest_step(config.scheduler, backbone),
         num_pool_tokens=parts.info.num_blocks * parts.info.block_size,
     )
+
+
+def _largest_step(config: SchedulerConfig, backbone: Backbone) -> int:
+    """Bytes, as far as the model tells."""
+    return backbone.model.step_bytes(config.max_num_batched_tokens, config.max_num_seqs)
 
 
 def _wanted_model_len(config: EngineConfig, model: LoadedModel) -> int:

@@ -209,11 +209,16 @@ def decoder_create(
     layers: Sequence[Tensor],  # the tensors of LayerTensors, layer by layer; an empty one: there is no such part
     *,
     sizes: Sequence[int],  # query heads, kv heads, head size, intermediate size, rows of the head
+    is_gated: bool,  # the MLP's first product has a gate's rows and then as many others, else no gate
+    is_parallel: bool,  # the MLP reads what attention reads
     windows: Sequence[int],  # per layer: tokens a query sees, itself included; 0: all
-    ropes: Sequence[int],  # per layer: which pair of tables
+    ropes: Sequence[int],  # per layer: which pair of tables; -1: none
     scale: float,
-    softcap: float,  # 0: none
-    embedding_scale: float,  # 1: none
+    softcap: float,  # of attention; 0: none
+    embedding_scale: float,  # 1: none, as the next two
+    residual_scale: float,  # what a half's result is multiplied by before it is added to the residual stream
+    logits_scale: float,
+    logits_softcap: float,  # as in shape_logits
     eps: Sequence[float],  # of the six norms of a layer and the last one
     variants: Sequence[NormVariant],  # likewise
     activation: ActivationKind,
@@ -222,7 +227,8 @@ def decoder_create(
 
     It computes what the ops of this file compute when called one by one, to the bit."""
     handle: int = _ops.decoder_create(
-        list(ends), list(layers), list(sizes), list(windows), list(ropes), scale, softcap, embedding_scale,
+        list(ends), list(layers), [*sizes, int(is_gated), int(is_parallel)], list(windows), list(ropes),
+        [scale, softcap, embedding_scale, residual_scale, logits_scale, logits_softcap],
         list(eps), ",".join(variants), activation,
     )  # fmt: skip
     return handle
@@ -233,9 +239,15 @@ def decoder_destroy(handle: int) -> None:
     _ops.decoder_destroy(handle)
 
 
+def decoder_step_bytes(handle: int, num_tokens: int, num_rows: int) -> int:
+    """Memory that a step of so many tokens and rows of logits takes, for activations and logits; kept afterwards, the
+    logits excepted."""
+    return int(_ops.decoder_step_bytes(handle, num_tokens, num_rows))
+
+
 def decoder_attach(
     handle: int,
-    ropes: Sequence[Tensor],  # [num_positions, head_dim] each: cos, sin, cos, sin, ..., sin's first half negated
+    ropes: Sequence[Tensor],  # [num_positions, rotary_dim] each: cos, sin, cos, sin, ..., sin's first half negated
     key_caches: Sequence[Tensor],  # per layer, as in reshape_and_cache; all with the same number of blocks
     value_caches: Sequence[Tensor],
 ) -> None:
@@ -265,13 +277,15 @@ def decoder_forward(
 # ---- norms and activations ------------------------------------------------------------------------------------
 
 
-NormVariant = Literal["llama", "gemma", "f32"]
+NormVariant = Literal["llama", "gemma", "f32", "layer"]
 """Where values are rounded to x's dtype. llama: x * scale, then the product with the weight. gemma: once, after
-x * scale * (1 + weight). f32: once, after x * scale * weight. scale = 1 / sqrt(mean(x^2) + eps), in float32."""
+x * scale * (1 + weight). f32: once, after x * scale * weight. scale = 1 / sqrt(mean(x^2) + eps), in float32.
+layer: layer norm instead, its mean taken away first; the weight is [2, dim], a row of weights and a row of biases."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, variant: NormVariant) -> Tensor:
-    """x [..., dim] normalised over its last dimension, weight [dim] of the same dtype.
+    """x [..., dim] normalised over its last dimension, weight [dim] (layer: [2, dim]) of the same dtype, or bfloat16
+    beside a float32 x: the result has the weight's dtype.
 
     x may have strides in up to two leading dimensions (heads of a fused qkv); the result is contiguous."""
     out: Tensor = _ops.rms_norm(x, weight, eps, variant)
@@ -306,6 +320,11 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """As silu_and_mul, with the tanh GELU."""
     out: Tensor = _ops.gated_activation(x, "gelu_tanh")
     return out
+
+
+def shape_logits(logits: Tensor, scale: float, softcap: float) -> None:
+    """In place, float32, contiguous: scale * logits, or softcap * tanh(scale * logits / softcap) unless that is 0."""
+    _ops.shape_logits(logits, scale, softcap)
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def render(found: Plan, lengths: Sequence[int]) -> str:
         ("source", info.source),
         ("weights", mebibytes(found.weight_bytes)),
         ("KV pool", mebibytes(found.kv_pool_bytes)),
+        ("largest step", mebibytes(found.step_bytes)),
         ("KV per token", f"{info.kv_bytes_per_token} bytes"),
         ("blocks", f"{info.num_blocks} of {info.block_size} tokens = {found.num_pool_tokens} tokens"),
         ("longest sequence", f"{info.max_model_len} tokens"),

@@ -10,11 +10,13 @@
 #include "cpu/scratch.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace pagemill {
 namespace {
 
+constexpr int64_t kWideBytes = sizeof(float);  // an element of the residual stream
 constexpr int64_t kElementsPerPiece = 4096;  // of element-wise work: about a microsecond
 constexpr int64_t kCutAbove = 500000;        // multiply-adds of attention that are worth a second thread
 
@@ -51,14 +53,18 @@ class Walk {
       if (is_last && batch_.wants_logits && batch_.num_wanted == 0) return;
       attend(layer);
       if (is_last && step_.is_narrowed) narrow();
-      multiply(layer.output, rows_.attended, rows_.projected);
-      add_and_norm(layer.behind_attention, layer.middle, rows_.x);
+      multiply(layer.output, rows_.attended, rows_.projected, true);
+      add_and_norm(layer.behind_attention, layer.middle, model_.is_parallel ? nullptr : rows_.x);
       multiply(layer.gate_up, rows_.x, rows_.activated);
-      multiply(layer.down, rows_.activated, rows_.projected);
+      if (!model_.is_gated) activate();
+      multiply(layer.down, rows_.activated, rows_.projected, true);
       const RowNorm& next = is_last ? model_.final_norm : model_.layers[index + 1].input;
       add_and_norm(layer.behind_mlp, next, is_last && !batch_.wants_logits ? step_.out : rows_.x);
     }
-    if (batch_.wants_logits) multiply(model_.head, rows_.x, step_.out, true);
+    if (batch_.wants_logits) {
+      multiply(model_.head, rows_.x, step_.out, true);
+      shape_logits();
+    }
   }
 
  private:
@@ -68,11 +74,11 @@ class Walk {
   }
 
   void embed() {
-    const EmbedArgs args{model_.embedding, batch_.ids, rows_.residual, model_.hidden, model_.embedding_scale,
-                         model_.type};
+    const EmbedArgs args{model_.embedding, batch_.ids, reinterpret_cast<float*>(rows_.residual), model_.hidden,
+                         model_.embedding_scale, model_.type};
     const EmbedQuantArgs packed{model_.embedding, batch_.ids, rows_.residual, model_.hidden, model_.embedding_scale,
-                                model_.embedding_format, model_.type};
-    const NormArgs norm = norm_args(model_.layers[0].input, rows_.residual, rows_.x, model_.hidden);
+                                model_.embedding_format, ElementType::f32};
+    const NormArgs norm = wide_norm(model_.layers[0].input, rows_.residual, rows_.x);
     stage([&](int64_t* next) {
       draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
         if (model_.embedding_is_quantised) step_.table.embed_quant(packed, begin, end);
@@ -100,10 +106,11 @@ class Walk {
   // In place: norms and rotation of the query and key heads, then K and V into the cache.
   void prepare_heads(const DecoderLayer& layer) {
     const int64_t dim = model_.head_dim, query_heads = model_.num_query_heads, kv_heads = model_.num_kv_heads;
-    const RopeRows& rope = model_.ropes[static_cast<size_t>(layer.rope)];
+    const bool is_rotated = layer.rope >= 0;
+    const RopeRows rope = is_rotated ? model_.ropes[static_cast<size_t>(layer.rope)] : RopeRows{};
     char* key = rows_.heads + query_heads * dim * bytes_;
     const RotaryArgs rotary{rows_.heads, rope.cos, rope.sin, batch_.positions, heads_width_, query_heads + kv_heads, dim,
-                            model_.type};
+                            rope.dim, model_.type};
     const CacheWrite write{key, key + kv_heads * dim * bytes_, layer.key_cache, layer.value_cache, batch_.slots,
                            heads_width_, dim, heads_width_, dim, layer.key_block_stride, layer.value_block_stride,
                            kv_heads, model_.block_size, dim, dim, model_.type};
@@ -113,14 +120,15 @@ class Walk {
           norm_heads(layer.query, rows_.heads + token * heads_width_ * bytes_, query_heads);
           norm_heads(layer.key, key + token * heads_width_ * bytes_, kv_heads);
         }
-        step_.table.rotate(rotary, begin, end);
+        if (is_rotated) step_.table.rotate(rotary, begin, end);
         step_.table.write_cache(write, begin, end);
       });
     });
   }
 
   void norm_heads(const RowNorm& norm, char* heads, int64_t count) {
-    if (norm.weight != nullptr) step_.table.rms_norm(norm_args(norm, heads, heads, model_.head_dim), 0, count);
+    if (norm.weight == nullptr) return;
+    step_.table.rms_norm(norm_args(norm, heads, heads, norm.dim), 0, count * model_.head_dim / norm.dim);
   }
 
   void attend(const DecoderLayer& layer) {
@@ -150,27 +158,34 @@ class Walk {
   // From here on only the rows whose logits are wanted.
   void narrow() {
     const int64_t attended = model_.num_query_heads * model_.head_dim * bytes_, hidden = model_.hidden * bytes_;
+    const int64_t residual = model_.hidden * kWideBytes;
     stage([&](int64_t* next) {
       draw(next, batch_.num_wanted, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t from = batch_.wanted[row];
           std::memcpy(rows_.wanted_attended + row * attended, rows_.attended + from * attended,
                       static_cast<size_t>(attended));
-          std::memcpy(rows_.wanted_residual + row * hidden, rows_.residual + from * hidden,
-                      static_cast<size_t>(hidden));
+          std::memcpy(rows_.wanted_residual + row * residual, rows_.residual + from * residual,
+                      static_cast<size_t>(residual));
+          if (model_.is_parallel) {
+            std::memcpy(rows_.wanted_x + row * hidden, rows_.x + from * hidden, static_cast<size_t>(hidden));
+          }
         }
       });
     });
     rows_.attended = rows_.wanted_attended;
     rows_.residual = rows_.wanted_residual;
+    if (model_.is_parallel) rows_.x = rows_.wanted_x;
     num_rows_ = batch_.num_wanted;
   }
 
-  // residual += projected, normed first where a norm stands behind the half; out = next norm of the sum.
+  // residual += projected, normed first where a norm stands behind the half; out, if any: the next norm of the sum, or
+  // the sum.
   void add_and_norm(const RowNorm& behind, const RowNorm& following, char* out) {
     const NormArgs inner = norm_args(behind, rows_.projected, rows_.projected, model_.hidden);
-    NormArgs outer = norm_args(following, rows_.projected, out, model_.hidden);
+    NormArgs outer = wide_norm(following, rows_.projected, out);
     outer.residual = rows_.residual;
+    outer.factor = model_.residual_scale;
     stage([&](int64_t* next) {
       draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
         if (behind.weight != nullptr) step_.table.rms_norm(inner, begin, end);
@@ -179,8 +194,34 @@ class Walk {
     });
   }
 
+  // In place, where no gate does it within the product.
+  void activate() {
+    const ActivationArgs args{rows_.activated, rows_.activated, 0, model_.activation, model_.type};
+    stage([&](int64_t* next) {
+      draw(next, num_rows_ * model_.intermediate, kElementsPerPiece,
+           [&](int64_t begin, int64_t end) { step_.table.activation(args, begin, end); });
+    });
+  }
+
+  void shape_logits() {
+    if (model_.logits_scale == 1 && model_.logits_softcap == 0) return;
+    const LogitArgs args{reinterpret_cast<float*>(step_.out), model_.logits_scale, model_.logits_softcap};
+    stage([&](int64_t* next) {
+      draw(next, num_rows_ * model_.head.out_features, kElementsPerPiece,
+           [&](int64_t begin, int64_t end) { step_.table.shape_logits(args, begin, end); });
+    });
+  }
+
   NormArgs norm_args(const RowNorm& norm, const char* x, char* out, int64_t dim) const {
-    return {x, norm.weight, nullptr, out, 1, dim, 0, dim, norm.eps, norm.variant, model_.type};
+    return {x, norm.weight, nullptr, out, 1, dim, 0, dim, norm.eps, norm.variant, norm.type};
+  }
+
+  // From float32 to the model's type.
+  NormArgs wide_norm(const RowNorm& norm, const char* x, char* out) const {
+    NormArgs args = norm_args(norm, x, out, model_.hidden);
+    args.type = model_.type;
+    args.is_wide = true;
+    return args;
   }
 
  public:
@@ -253,37 +294,57 @@ void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, con
   stages_.rethrow();
 }
 
-DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const DecoderBatch& batch) {
-  const int64_t bytes = element_bytes(model.type), attended = model.num_query_heads * model.head_dim;
-  const int64_t heads = attended + 2 * model.num_kv_heads * model.head_dim;
-  const int64_t most = std::max(batch.num_tokens, batch.num_wanted);
-  Rows rows{};
-  const struct {
-    char** place;
-    int64_t count, width;
-  } parts[] = {
-      {&rows.residual, batch.num_tokens, model.hidden},
-      {&rows.x, most, model.hidden},
-      {&rows.heads, batch.num_tokens, heads},
-      {&rows.attended, batch.num_tokens, attended},
-      {&rows.projected, most, model.hidden},
-      {&rows.activated, most, model.intermediate},
-      {&rows.wanted_residual, batch.num_wanted, model.hidden},
-      {&rows.wanted_attended, batch.num_wanted, attended},
+namespace {
+
+struct Part {
+  char** place;
+  int64_t bytes;  // a multiple of 64
+};
+
+// One after another.
+std::array<Part, 9> parts_of(DecoderSteps::Rows& rows, const DecoderModel& model, int64_t num_tokens,
+                             int64_t num_wanted) {
+  const int64_t attended = model.num_query_heads * model.head_dim, heads = attended + 2 * model.num_kv_heads * model.head_dim;
+  const int64_t most = std::max(num_tokens, num_wanted);
+  const auto wide = [&](char*& place, int64_t count) {
+    return Part{&place, (count * model.hidden * kWideBytes + 127) / 64 * 64};
   };
-  const auto aligned = [&](int64_t count, int64_t width) { return (count * width * bytes + 127) / 64 * 64; };
+  const auto part = [&](char*& place, int64_t count, int64_t width) {
+    return Part{&place, (count * width * element_bytes(model.type) + 127) / 64 * 64};
+  };
+  return {wide(rows.residual, num_tokens),
+          part(rows.x, most, model.hidden),
+          part(rows.heads, num_tokens, heads),
+          part(rows.attended, num_tokens, attended),
+          wide(rows.projected, most),
+          part(rows.activated, most, model.intermediate),
+          wide(rows.wanted_residual, num_wanted),
+          part(rows.wanted_x, model.is_parallel ? num_wanted : 0, model.hidden),
+          part(rows.wanted_attended, num_wanted, attended)};
+}
+
+}  // namespace
+
+int64_t DecoderSteps::count_bytes(const DecoderModel& model, int64_t num_tokens, int64_t num_wanted) {
+  Rows rows{};
   int64_t total = 0;
-  for (const auto& part : parts) total += aligned(part.count, part.width);
+  for (const Part& part : parts_of(rows, model, num_tokens, num_wanted)) total += part.bytes;
+  return total;
+}
+
+DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const DecoderBatch& batch) {
+  const int64_t total = count_bytes(model, batch.num_tokens, batch.num_wanted);
   if (total > memory_bytes_) {
     memory_.reset();
     memory_bytes_ = 0;
     memory_.reset(static_cast<char*>(::operator new[](static_cast<size_t>(total), std::align_val_t{64})));
     memory_bytes_ = total;
   }
+  Rows rows{};
   char* next = memory_.get();
-  for (const auto& part : parts) {
+  for (const Part& part : parts_of(rows, model, batch.num_tokens, batch.num_wanted)) {
     *part.place = next;
-    next += aligned(part.count, part.width);
+    next += part.bytes;
   }
   return rows;
 }

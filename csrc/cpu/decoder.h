@@ -19,6 +19,8 @@ struct RowNorm {
   const char* weight = nullptr;  // null: there is no such norm
   float eps = 0;
   NormVariant variant = NormVariant::llama;
+  int64_t dim = 0;                      // elements normalised together
+  ElementType type = ElementType::f32;  // of the weight
 };
 
 // out = x @ weight.T + bias.
@@ -32,26 +34,30 @@ struct Product {
 };
 
 struct DecoderLayer {
-  RowNorm input, behind_attention, middle, behind_mlp;  // those behind a half stand before its residual sum
-  RowNorm query, key;                                   // per head
+  RowNorm input, behind_attention, middle, behind_mlp;  // those behind a half, in float32, stand before its sum
+  RowNorm query, key;                                   // per head, or of all heads together
   Product qkv, output, gate_up, down;
   int64_t window = 0;  // tokens a query sees; 0: all
-  int64_t rope = 0;
+  int64_t rope = 0;    // negative: none
   char* key_cache = nullptr;    // [num_blocks, num_kv_heads, block_size, head_dim], as in cache.h
   char* value_cache = nullptr;  // likewise
   int64_t key_block_stride = 0, value_block_stride = 0;  // elements
 };
 
 struct RopeRows {
-  const char* cos = nullptr;  // [num_positions, head_dim]
+  const char* cos = nullptr;  // [num_positions, dim]
   const char* sin = nullptr;  // likewise, the first half negated
+  int64_t dim = 0;            // at most head_dim
 };
 
 struct DecoderModel {
-  ElementType type = ElementType::f32;  // of weights, activations and caches
+  ElementType type = ElementType::f32;  // of weights, activations and caches; the residual stream is float32
   int64_t hidden = 0, intermediate = 0, num_query_heads = 0, num_kv_heads = 0, head_dim = 0;
-  float scale = 0, softcap = 0, embedding_scale = 1;  // softcap 0: none
+  float scale = 0, softcap = 0;  // of attention; softcap 0: none
+  float embedding_scale = 1, residual_scale = 1, logits_scale = 1, logits_softcap = 0;
   ActivationKind activation = ActivationKind::silu;
+  bool is_gated = true;      // the MLP: activation(gate) * up; else activation(up)
+  bool is_parallel = false;  // the MLP reads what attention reads, not what it left
   const char* embedding = nullptr;  // [vocabulary, hidden], or packed as for embed_quant
   bool embedding_is_quantised = false;
   QuantFormat embedding_format{};  // if it is
@@ -83,13 +89,17 @@ class DecoderSteps {
   // Throws std::bad_alloc.
   void run(const DecoderModel& model, const DecoderBatch& batch, const KernelTable& table, int threads, char* out);
 
+  // Of activations, in a step of so many tokens.
+  static int64_t count_bytes(const DecoderModel& model, int64_t num_tokens, int64_t num_wanted);
+
   struct Kind {  // of layers: those that look back equally far share a plan
     int64_t window;
     AttentionPlan plan;
   };
   struct Rows {  // activations, all [num_tokens, ...]
-    char *residual, *x, *heads, *attended, *projected, *activated;
-    char *wanted_residual, *wanted_attended;  // [num_wanted, ...]
+    char *residual, *projected;  // float32
+    char *x, *heads, *attended, *activated;
+    char *wanted_residual, *wanted_x, *wanted_attended;  // [num_wanted, ...]
   };
 
  private:
@@ -106,7 +116,7 @@ class DecoderSteps {
 };
 
 // Stages of one layer at most: what bounds the number of layers.
-constexpr int64_t kStagesPerLayer = 10;
+constexpr int64_t kStagesPerLayer = 11;
 constexpr int64_t kMostLayers = Stages::kMost / kStagesPerLayer - 1;
 
 }  // namespace pagemill

@@ -31,15 +31,17 @@ class Maker {
  public:
   Maker(Decoder& decoder, ScalarType dtype) : decoder_(decoder), dtype_(dtype) {}
 
-  RowNorm norm(const char* name, const Tensor& weight, int64_t dim, double eps, const std::string& variant) {
+  // is_wide: of float32 rows, in float32.
+  RowNorm norm(const char* name, const Tensor& weight, int64_t dim, double eps, const std::string& variant,
+               bool is_wide = false) {
     if (weight.numel() == 0) return {};
     check_cpu(kOp, name, weight);
-    check_dtype(kOp, name, weight, dtype_);
-    check_shape(kOp, name, weight, "[dim]", {dim});
-    check_contiguous(kOp, name, weight);
+    check_dtype(kOp, name, weight, is_wide ? ScalarType::Float : dtype_);
+    const NormVariant kind = parse_variant(kOp, variant);
+    check_norm_weight(kOp, name, weight, kind, dim);
     if (!(eps >= 0)) fail(kOp, "eps", "wanted numbers of at least 0, got ", eps, " for ", name);
     decoder_.weights.push_back(weight);
-    return {bytes_of(weight), static_cast<float>(eps), parse_variant(kOp, variant)};
+    return {bytes_of(weight), static_cast<float>(eps), kind, dim, element_type(kOp, name, weight)};
   }
 
   // gated: the weight has twice as many rows as the product has columns.
@@ -88,9 +90,9 @@ void read_embedding(Decoder& decoder, const std::vector<Tensor>& ends, int64_t h
   const char* op = Maker::kOp;
   const Tensor &embedding = ends[0], &norm = ends[1];
   DecoderModel& model = decoder.model;
-  check_shape(op, "final norm", norm, "[hidden_size]", {-1});
+  if (norm.dim() != 2) check_shape(op, "final norm", norm, "[hidden_size]", {-1});
   model.type = element_type(op, "final norm", norm);
-  model.hidden = norm.size(0);
+  model.hidden = norm.size(norm.dim() - 1);
   model.embedding_is_quantised = embedding.scalar_type() == ScalarType::Byte;
   if (model.embedding_is_quantised) {
     decoder.vocabulary = head_rows;
@@ -109,19 +111,39 @@ void read_embedding(Decoder& decoder, const std::vector<Tensor>& ends, int64_t h
 
 void read_sizes(Decoder& decoder, const std::vector<int64_t>& sizes) {
   const char* op = Maker::kOp;
-  check_length(op, "sizes", sizes, 5);
-  for (int64_t size : sizes) {
-    if (size < 1) fail(op, "sizes", "wanted positive numbers, got ", size);
+  check_length(op, "sizes", sizes, 7);
+  for (size_t i = 0; i < 5; ++i) {
+    if (sizes[i] < 1) fail(op, "sizes", "wanted positive numbers, got ", sizes[i]);
   }
   DecoderModel& model = decoder.model;
   model.num_query_heads = sizes[0];
   model.num_kv_heads = sizes[1];
   model.head_dim = sizes[2];
   model.intermediate = sizes[3];
+  model.is_gated = sizes[5] != 0;
+  model.is_parallel = sizes[6] != 0;
   if (model.num_query_heads % model.num_kv_heads != 0) {
     fail(op, "sizes", "wanted a multiple of ", model.num_kv_heads, " query heads, got ", model.num_query_heads);
   }
   if (model.head_dim % 2 != 0) fail(op, "sizes", "wanted an even head size, got ", model.head_dim);
+}
+
+void read_numbers(DecoderModel& model, const std::vector<double>& numbers) {
+  const char* op = Maker::kOp;
+  check_length(op, "numbers", numbers, 6);
+  const auto number = [&](size_t index, const char* name, bool may_be_zero) {
+    const double value = numbers[index];
+    if (!(may_be_zero ? value >= 0 : value > 0) || value > std::numeric_limits<float>::max()) {
+      fail(op, name, "wanted a positive number", may_be_zero ? " or 0 for none" : "", ", got ", value);
+    }
+    return static_cast<float>(value);
+  };
+  model.scale = number(0, "scale", false);
+  model.softcap = number(1, "softcap", true);
+  model.embedding_scale = number(2, "embedding_scale", false);
+  model.residual_scale = number(3, "residual_scale", false);
+  model.logits_scale = number(4, "logits_scale", false);
+  model.logits_softcap = number(5, "logits_softcap", true);
 }
 
 }  // namespace
@@ -135,7 +157,7 @@ std::shared_ptr<Decoder> find_decoder(const char* op, int64_t handle) {
 
 int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor> layers,
                        const std::vector<int64_t> sizes, const std::vector<int64_t> windows,
-                       const std::vector<int64_t> ropes, double scale, double softcap, double embedding_scale,
+                       const std::vector<int64_t> ropes, const std::vector<double> numbers,
                        const std::vector<double> eps, std::string variants, std::string activation) {
   const char* op = Maker::kOp;
   auto decoder = std::make_shared<Decoder>();
@@ -151,11 +173,7 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   }
   read_sizes(*decoder, sizes);
   read_embedding(*decoder, ends, sizes[4]);
-  if (!(scale > 0) || scale > std::numeric_limits<float>::max()) fail(op, "scale", "wanted a positive number, got ", scale);
-  if (!(softcap >= 0)) fail(op, "softcap", "wanted a positive number or 0 for none, got ", softcap);
-  model.scale = static_cast<float>(scale);
-  model.softcap = static_cast<float>(softcap);
-  model.embedding_scale = static_cast<float>(embedding_scale);
+  read_numbers(model, numbers);
   model.activation = parse_activation(op, "activation", activation);
   Maker make(*decoder, ends[1].scalar_type());
   const int64_t hidden = model.hidden, inner = model.num_query_heads * model.head_dim;
@@ -163,24 +181,29 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   for (size_t i = 0; i < windows.size(); ++i) {
     const Tensor* tensors = &layers[i * kLayerTensors];
     const auto norm = [&](const char* name, int which, int64_t dim) {
-      return make.norm(name, tensors[which], dim, eps[which], names[which]);
+      const bool is_wide = which == kBehindAttention || which == kBehindMlp;
+      return make.norm(name, tensors[which], dim, eps[which], names[which], is_wide);
     };
     DecoderLayer layer;
     layer.input = norm("input norm", kInputNorm, hidden);
     layer.behind_attention = norm("norm behind attention", kBehindAttention, hidden);
     layer.middle = norm("middle norm", kMiddleNorm, hidden);
     layer.behind_mlp = norm("norm behind the MLP", kBehindMlp, hidden);
-    layer.query = norm("query norm", kQueryNorm, model.head_dim);
-    layer.key = norm("key norm", kKeyNorm, model.head_dim);
-    if (layer.input.weight == nullptr || layer.middle.weight == nullptr) {
-      fail(op, "layers", "wanted an input norm and a middle norm in layer ", i);
-    }
+    const int64_t keys = model.num_kv_heads * model.head_dim;
+    const auto width = [&](int which, int64_t whole) {  // of all heads together, or of one
+      const Tensor& weight = tensors[which];
+      return weight.dim() > 0 && weight.size(weight.dim() - 1) == whole ? whole : model.head_dim;
+    };
+    layer.query = norm("query norm", kQueryNorm, width(kQueryNorm, inner));
+    layer.key = norm("key norm", kKeyNorm, width(kKeyNorm, keys));
     layer.qkv = make.product("qkv", tensors[kQkv], tensors[kQkvBias], hidden, heads);
     layer.output = make.product("output", tensors[kOutput], tensors[kOutputBias], inner, hidden);
-    layer.gate_up = make.product("gate_up", tensors[kGateUp], tensors[kGateUpBias], hidden, 2 * model.intermediate, true);
+    layer.gate_up = make.product("gate_up", tensors[kGateUp], tensors[kGateUpBias], hidden,
+                                 (model.is_gated ? 2 : 1) * model.intermediate, model.is_gated);
+    if (model.is_parallel && layer.input.weight == nullptr) fail(op, "layers", "wanted an input norm in layer ", i);
     layer.down = make.product("down", tensors[kDown], tensors[kDownBias], model.intermediate, hidden);
     if (windows[i] < 0) fail(op, "windows", "wanted a positive number of tokens or 0 for none, got ", windows[i]);
-    if (ropes[i] < 0) fail(op, "ropes", "wanted an index, got ", ropes[i]);
+    if (ropes[i] < -1) fail(op, "ropes", "wanted an index or -1 for none, got ", ropes[i]);
     layer.window = windows[i];
     layer.rope = ropes[i];
     model.layers.push_back(layer);
@@ -192,6 +215,15 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   std::lock_guard<std::mutex> lock(handles().lock);
   handles().decoders[handles().next] = decoder;
   return handles().next++;
+}
+
+int64_t decoder_step_bytes(int64_t handle, int64_t num_tokens, int64_t num_wanted) {
+  const char* op = "decoder_step_bytes";
+  const std::shared_ptr<Decoder> decoder = find_decoder(op, handle);
+  if (num_tokens < 0) fail(op, "num_tokens", "wanted a count, got ", num_tokens);
+  if (num_wanted < 0) fail(op, "num_wanted", "wanted a count, got ", num_wanted);
+  const int64_t logits = num_wanted * decoder->model.head.out_features * static_cast<int64_t>(sizeof(float));
+  return DecoderSteps::count_bytes(decoder->model, num_tokens, num_wanted) + logits;
 }
 
 void decoder_destroy(int64_t handle) {

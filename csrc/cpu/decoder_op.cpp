@@ -81,10 +81,14 @@ void decoder_attach(int64_t handle, const std::vector<Tensor> ropes, const std::
   for (size_t i = 0; i < ropes.size(); ++i) {
     check_cpu(op, "ropes", ropes[i]);
     check_dtype(op, "ropes", ropes[i], dtype);
-    check_shape(op, "ropes", ropes[i], "[num_positions, head_dim]", {-1, model.head_dim});
+    check_shape(op, "ropes", ropes[i], "[num_positions, rotary_dim]", {-1, i % 2 == 0 ? -1 : model.ropes.back().dim});
     check_contiguous(op, "ropes", ropes[i]);
+    const int64_t dim = ropes[i].size(1);
+    if (dim < 2 || dim % 2 != 0 || dim > model.head_dim) {
+      fail(op, "ropes", "wanted an even number of columns up to the head size ", model.head_dim, ", got ", dim);
+    }
     if (ropes[i].size(0) < decoder->num_positions) decoder->num_positions = ropes[i].size(0);
-    if (i % 2 == 0) model.ropes.push_back({bytes_of(ropes[i]), nullptr});
+    if (i % 2 == 0) model.ropes.push_back({bytes_of(ropes[i]), nullptr, dim});
     else model.ropes.back().sin = bytes_of(ropes[i]);
     kept.push_back(ropes[i]);
   }

@@ -15,6 +15,7 @@
 #include "cpu/cache.h"
 #include "cpu/linear.h"
 #include "cpu/linear_quant.h"
+#include "cpu/logits.h"
 #include "cpu/norm.h"
 #include "cpu/rotary.h"
 #include "cpu/sampler.h"
@@ -34,6 +35,7 @@
   KERNEL(embed, (const pagemill::EmbedArgs& args, int64_t token_begin, int64_t token_end)) \
   KERNEL(activation, (const pagemill::ActivationArgs& args, int64_t begin, int64_t end)) \
   KERNEL(gated_activation, (const pagemill::ActivationArgs& args, int64_t row_begin, int64_t row_end)) \
+  KERNEL(shape_logits, (const pagemill::LogitArgs& args, int64_t begin, int64_t end)) \
   KERNEL(sample, (const pagemill::SampleArgs& args, int64_t row_begin, int64_t row_end)) \
   KERNEL(logprobs_of, (const pagemill::LogprobArgs& args, int64_t row_begin, int64_t row_end))
 

@@ -20,15 +20,17 @@ Tensor run(const char* op, const Tensor& x, const Tensor* residual, const Tensor
   if (dim < 1) fail(op, "x", "wanted a last dimension of at least 1, got ", shape_text(x));
   check_rows(op, "x", x);
   if (x.dim() > 3) check_contiguous(op, "x", x);
-  check_shape(op, "weight", weight, "[dim]", {dim});
-  check_contiguous(op, "weight", weight);
+  const NormVariant kind = parse_variant(op, variant);
+  check_norm_weight(op, "weight", weight, kind, dim);
   const ElementType type = element_type(op, "x", x);
-  check_dtype(op, "weight", weight, x.scalar_type());
+  const bool is_wide = type == ElementType::f32 && weight.scalar_type() == ScalarType::BFloat16;
+  if (!is_wide) check_dtype(op, "weight", weight, x.scalar_type());
   if (!(eps >= 0)) fail(op, "eps", "wanted a number of at least 0, got ", eps);
 
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = torch::stable::new_empty(x, x.sizes(), weight.scalar_type());
   NormArgs args{bytes_of(x), bytes_of(weight), nullptr, mutable_bytes_of(out), 1, dim, 0, dim,
-                static_cast<float>(eps), parse_variant(op, variant), type};
+                static_cast<float>(eps), kind, is_wide ? ElementType::bf16 : type};
+  args.is_wide = is_wide;
   if (x.dim() == 2) args.outer_stride = x.stride(0);
   if (x.dim() == 3) {
     args.inner = x.size(1) > 0 ? x.size(1) : 1;

@@ -28,11 +28,11 @@ void rotate_head(T* head, const T* cos, const T* sin, int64_t half) {
 template <typename T>
 void rotate_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
-    const int64_t row = a.positions[token] * a.dim;
+    const int64_t row = a.positions[token] * a.rotary_dim;
     T* heads = reinterpret_cast<T*>(a.heads) + token * a.token_stride;
     for (int64_t head = 0; head < a.num_heads; ++head) {
       rotate_head(heads + head * a.dim, reinterpret_cast<const T*>(a.cos) + row,
-                  reinterpret_cast<const T*>(a.sin) + row, a.dim / 2);
+                  reinterpret_cast<const T*>(a.sin) + row, a.rotary_dim / 2);
     }
   }
 }
@@ -42,7 +42,7 @@ void embed_tokens(const EmbedArgs& a, int64_t begin, int64_t end) {
   const Vec scale = splat(a.scale);
   for (int64_t token = begin; token < end; ++token) {
     const T* from = reinterpret_cast<const T*>(a.table) + a.ids[token] * a.dim;
-    T* to = reinterpret_cast<T*>(a.out) + token * a.dim;
+    float* to = a.out + token * a.dim;
     for (int64_t i = 0; i < a.dim; i += kLanes) store_up_to(to + i, load_up_to(from + i, a.dim - i) * scale, a.dim - i);
   }
 }

@@ -24,14 +24,16 @@ def bytes_per_token(layers: Sequence[PagedLayer], dtype: torch.dtype) -> int:
     return sum(layer.spec.bytes_per_token(dtype) for layer in layers)
 
 
-def num_blocks_for(config: CacheConfig, layers: Sequence[PagedLayer], dtype: torch.dtype, wanted_tokens: int) -> int:
-    """Blocks of the pool.
+def num_blocks_for(
+    config: CacheConfig, layers: Sequence[PagedLayer], dtype: torch.dtype, wanted_tokens: int, step_bytes: int = 0
+) -> int:
+    """Blocks of the pool. step_bytes: what a step will take and has not taken yet; the pool leaves it free.
 
     config.memory_bytes rules when given; else a share of the memory that is available now, but never more than
     `wanted_tokens` (what the configured number of sequences can use at full length). Raises StartError when not
     even two blocks fit."""
     per_block = config.block_size * bytes_per_token(layers, dtype)
-    available = available_memory()
+    available = max(0, available_memory() - step_bytes)
     budget = config.memory_bytes
     if budget is None:
         budget = int(available * config.memory_utilization)

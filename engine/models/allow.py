@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -59,8 +60,10 @@ def load_config(hf_config: Mapping[str, Any]) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The ForCausalLM class of `config`; imports only that model's module (AutoModel imports far more)."""
-    return getattr(_package(config.model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+    """The ForCausalLM class of `config`; imports only that model's module (AutoModel imports far more), or that of
+    another one that serves this type too."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    return getattr(_package(config.model_type), name, None) or getattr(transformers, name)
 
 
 def one_line(error: Exception) -> str:

@@ -106,11 +106,14 @@ class PagedCalls:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One attention call seen in the dry run: what the model itself reported."""
+    """One attention call seen in the dry run: what the model itself reported.
+
+    keys: [num_kv_heads, num_tokens, key_dim], as they reached attention."""
 
     module: nn.Module
     spec: LayerSpec
     scale: float
+    keys: Tensor
 
 
 class CallRecorder:
@@ -145,7 +148,7 @@ class CallRecorder:
             softcap=None if softcap is None else float(softcap),
             has_sinks=sinks is not None,
         )
-        self.calls.append(RecordedCall(module, spec, float(scale)))
+        self.calls.append(RecordedCall(module, spec, float(scale), key[0].clone()))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 

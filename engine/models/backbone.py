@@ -39,6 +39,10 @@ class Computation(Protocol):
         """Before a forward: positions [0, num_positions) may occur."""
         ...
 
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Memory for activations and logits in a step of so many tokens and rows of logits, as far as it is known."""
+        ...
+
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """As Backbone.forward, every layer's metadata being set."""
         ...

@@ -20,7 +20,7 @@ from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
 from engine.models.build import assign_weights, build_tree, fill_dummy
 from engine.models.from_recipe import from_recipe
-from engine.models.fused import FusedRecipe
+from engine.models.fused_recipe import FusedRecipe
 from engine.models.prepare import BACKENDS_WITH_CLAIM, NoRecipe, prepare, recipe_of
 from engine.models.stopwatch import Stopwatch
 from engine.models.verdict import Kept, Verdict

@@ -12,7 +12,9 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.config import Quantization
 from engine.models.backbone import Backbone
-from engine.models.fused import FusedModel, FusedRecipe
+from engine.models.fused import FusedModel
+from engine.models.fused_experts import ExpertTensors
+from engine.models.fused_recipe import FusedRecipe
 from engine.models.quantiser import Quantiser
 from engine.models.stopwatch import Stopwatch
 from engine.models.verdict import Kept
@@ -29,7 +31,8 @@ def from_recipe(
     watch: Stopwatch,
 ) -> Backbone:
     """weights: where quantised tensors come from; tensors: all others, by transformers' names. Raises StartError."""
-    quantiser = None if quantization == "none" else Quantiser(quantization, weights, tensors)
+    named = tensors if recipe.experts is None else ExpertTensors(tensors)
+    quantiser = None if quantization == "none" else Quantiser(quantization, weights, named)
     with watch.phase("pack"):
         model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser)
     return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)

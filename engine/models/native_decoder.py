@@ -23,17 +23,17 @@ class LayerTensors(NamedTuple):
     """One layer, in the order of csrc's list; None: the model has no such part. Products are what pack_linear or
     pack_linear_quant made."""
 
-    input_norm: Tensor  # [hidden_size], as all norms but those per head
-    norm_behind_attention: Tensor | None
-    middle_norm: Tensor
+    input_norm: Tensor | None  # [hidden_size], as all norms but those of heads; twice as much for a layer norm
+    norm_behind_attention: Tensor | None  # float32, as norm_behind_mlp: these norm float32 rows
+    middle_norm: Tensor | None
     norm_behind_mlp: Tensor | None
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim], or [num_query_heads * head_dim] where one norm spans all heads
+    key_norm: Tensor | None  # likewise
     qkv: Tensor
     qkv_bias: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    gate_up: Tensor  # packed as gated
+    gate_up: Tensor  # packed as gated, unless it has no gate
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
@@ -45,7 +45,8 @@ NUM_NORMS = 7  # the first six of LayerTensors, then the last norm
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
     """norms: (eps, variant) of the NUM_NORMS norms, the same in every layer; None where there is none.
-    windows, ropes: one entry per layer, as in LayerRecipe. vocab_size: rows of the head."""
+    windows, ropes: one entry per layer, as in LayerRecipe. vocab_size: rows of the head. None for a scale or a cap:
+    none."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -54,11 +55,20 @@ class DecoderShape:
     vocab_size: int
     scale: float
     softcap: float | None
-    embedding_scale: float | None  # as the model's dtype holds it
+    embedding_scale: float | None
+    residual_scale: float | None
+    logits_scale: float | None
+    logits_softcap: float | None
     activation: ActivationKind
+    is_gated: bool
+    is_parallel: bool
     norms: tuple[tuple[float, NormVariant] | None, ...]
     windows: tuple[int | None, ...]
-    ropes: tuple[int, ...]
+    ropes: tuple[int | None, ...]
+
+
+def _or_one(scale: float | None) -> float:
+    return 1.0 if scale is None else scale
 
 
 class NativeDecoder:
@@ -81,11 +91,16 @@ class NativeDecoder:
                 shape.intermediate_size,
                 shape.vocab_size,
             ),
+            is_gated=shape.is_gated,
+            is_parallel=shape.is_parallel,
             windows=[window or 0 for window in shape.windows],
-            ropes=shape.ropes,
+            ropes=[-1 if rope is None else rope for rope in shape.ropes],
             scale=shape.scale,
             softcap=shape.softcap or 0.0,
-            embedding_scale=1.0 if shape.embedding_scale is None else shape.embedding_scale,
+            embedding_scale=_or_one(shape.embedding_scale),
+            residual_scale=_or_one(shape.residual_scale),
+            logits_scale=_or_one(shape.logits_scale),
+            logits_softcap=shape.logits_softcap or 0.0,
             eps=[eps for eps, _ in norms],
             variants=[variant for _, variant in norms],
             activation=shape.activation,
@@ -118,6 +133,10 @@ class NativeDecoder:
             metadata.slot_mapping,
             logits_indices,
         )
+
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """See ops.decoder_step_bytes."""
+        return ops.decoder_step_bytes(self.handle, num_tokens, num_rows)
 
     def _attach(self, ropes: list[Tensor], key_caches: list[Tensor], value_caches: list[Tensor]) -> None:
         """Tell csrc where tables and caches lie, if they are others than in the last forward."""

@@ -8,7 +8,8 @@ from typing import Any
 from engine.attention.base import AttentionBackend
 from engine.config import StartError
 from engine.models.backbone import Backbone
-from engine.models.fused import FusedModel, FusedRecipe
+from engine.models.fused import FusedModel
+from engine.models.fused_recipe import FusedRecipe
 from engine.models.recipe import derive_recipe
 from engine.models.swap import swap_modules
 from engine.models.tree import TreeModel, record_calls, resolve_specs

@@ -6,7 +6,7 @@ narrows the candidates and arithmetic decides. Answers None for whatever matches
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import ops
 from engine.ops import ActivationKind, NormVariant
 
-NORM_VARIANTS: tuple[NormVariant, ...] = ("llama", "gemma", "f32")
+NORM_VARIANTS: tuple[NormVariant, ...] = ("llama", "gemma", "f32", "layer")
 ACTIVATIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -61,9 +61,12 @@ def linear_parts(module: nn.Module) -> LinearParts | None:
 
 
 def norm_eps(module: nn.Module) -> float | None:
-    """The epsilon of something shaped like an RMS norm: one 1-D weight, nothing else but scalars."""
-    parameters = list(module.parameters())
-    if len(parameters) != 1 or parameters[0].dim() != 1 or "weight" not in module._parameters:
+    """The epsilon of something shaped like a norm: one 1-D weight, perhaps a bias, nothing else but scalars."""
+    parameters = dict(module.named_parameters())
+    weight = parameters.get("weight")
+    if weight is None or weight.dim() != 1 or not parameters.keys() <= {"weight", "bias"}:
+        return None
+    if any(parameter.shape != weight.shape for parameter in parameters.values()):
         return None
     if any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
@@ -77,16 +80,29 @@ def norm_eps(module: nn.Module) -> float | None:
 def norm_variant(module: nn.Module, eps: float) -> NormVariant | None:
     """Which variant of ops.rms_norm the module is, in float32 and in its own dtype."""
     own = cast(Tensor, module.weight)
-    weight, x = 1 + 0.5 * _random(own.numel()), 3 * _random(8, own.numel())
-    expected = functional_call(module, {"weight": weight}, (x,))
-    fits = [v for v in NORM_VARIANTS if _close(ops.rms_norm(x, weight, eps, v), expected, 1e-5)]
+    x, drawn = 3 * _random(8, own.numel()), _random(2, own.numel())
+    parameters = {"weight": 1 + 0.5 * drawn[0]}
+    if isinstance(module._parameters.get("bias"), Tensor):
+        parameters["bias"] = drawn[1]
+    variants = ("layer",) if "bias" in parameters else NORM_VARIANTS
+    expected = functional_call(module, parameters, (x,))
+    fits = [v for v in variants if _close(ops.rms_norm(x, norm_tensor(parameters, v), eps, v), expected, 1e-5)]
     if own.dtype == torch.float32 or not fits:
         return fits[0] if fits else None
-    weight, x = weight.to(own.dtype), x.to(own.dtype)
-    expected = functional_call(module, {"weight": weight}, (x,))
-    differing = {v: float((ops.rms_norm(x, weight, eps, v) != expected).float().mean()) for v in fits}
+    parameters, x = {name: drawn.to(own.dtype) for name, drawn in parameters.items()}, x.to(own.dtype)
+    expected = functional_call(module, parameters, (x,))
+    ours = {v: ops.rms_norm(x, norm_tensor(parameters, v), eps, v) for v in fits}
+    differing = {v: float((ours[v] != expected).float().mean()) for v in fits}
     best = min(differing, key=lambda v: differing[v])
     return best if differing[best] <= MAX_DIFFERING else None
+
+
+def norm_tensor(parameters: Mapping[str, Tensor], variant: NormVariant) -> Tensor:
+    """What ops.rms_norm wants as its weight, of a norm's "weight" and "bias"."""
+    weight, bias = parameters["weight"], parameters.get("bias")
+    if variant != "layer":
+        return weight
+    return torch.stack([weight, torch.zeros_like(weight) if bias is None else bias])
 
 
 def activation_kind(module: nn.Module, dtype: torch.dtype) -> ActivationKind | None:
@@ -152,6 +168,23 @@ def gated_reading(
     return None
 
 
+def ungated_kind(module: nn.Module, up: LinearParts, down: LinearParts) -> ActivationKind | None:
+    """The activation if the module computes down(activation(up(x))); else None."""
+    x = _random(4, up.weight.shape[1], dtype=up.weight.dtype)
+    try:
+        expected = module(x)
+    except NO_MATCH:
+        return None
+    if not isinstance(expected, Tensor):
+        return None
+    tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
+    inner = functional.linear(x, up.weight, up.bias)
+    for kind, activate in ACTIVATIONS.items():
+        if _close(functional.linear(activate(inner), down.weight, down.bias), expected, tolerance):
+            return kind
+    return None
+
+
 def _shape_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, LinearParts, LinearParts]]:
     if len(linears) == 3:
         return [
@@ -166,6 +199,61 @@ def _shape_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, Lin
                 first, second = _halves(wide)
                 return [(first, second, down), (second, first, down)]
     return []
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsReading:
+    """How a mixture of experts weighs its experts, and their activation."""
+
+    num_chosen: int
+    is_normalised: bool
+    kind: ActivationKind
+
+
+def experts_reading(module: nn.Module, router: Tensor, gate_up: Tensor, down: Tensor) -> ExpertsReading | None:
+    """What the module computes with a router [count, hidden], gate_up [count, 2 * intermediate, hidden], gate first,
+    and down [count, hidden, intermediate]; None if it is no softmax of the router with the largest few chosen."""
+    x = _random(4, router.shape[1], dtype=router.dtype)
+    try:
+        expected = module(x.unsqueeze(0))[0]
+    except NO_MATCH:
+        return None
+    if not isinstance(expected, Tensor) or down.shape != (*gate_up.shape[::2], gate_up.shape[1] // 2):
+        return None
+    tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
+    scores = torch.softmax(functional.linear(x, router).float(), -1)
+    num_chosen = _num_chosen(module, router.shape[0])
+    if num_chosen is None:
+        return None
+    weights, chosen = torch.topk(scores, num_chosen, -1)
+    for kind, activate in ACTIVATIONS.items():
+        for is_normalised in (True, False):
+            shares = weights / weights.sum(-1, keepdim=True) if is_normalised else weights
+            rows = [_mixed(row, list(zip(s, c.tolist(), strict=True)), gate_up, down, activate)
+                    for row, s, c in zip(x, shares, chosen, strict=True)]  # fmt: skip
+            if _close(torch.stack(rows), expected, tolerance):
+                return ExpertsReading(num_chosen, is_normalised, kind)
+    return None
+
+
+def _num_chosen(module: nn.Module, count: int) -> int | None:
+    """The `top_k` that the module or its router has."""
+    for part in module.modules():
+        value = getattr(part, "top_k", None)
+        if isinstance(value, int) and 0 < value <= count:
+            return value
+    return None
+
+
+def _mixed(
+    x: Tensor, shares: list[tuple[Tensor, int]], gate_up: Tensor, down: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """x: [hidden]. shares: (weight, expert)."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for share, expert in sorted(shares, key=lambda one: one[1]):
+        gate, up = functional.linear(x, gate_up[expert]).chunk(2)
+        total += share * functional.linear(activate(gate) * up, down[expert]).float()
+    return total.to(x.dtype)
 
 
 def _halves(wide: LinearParts) -> tuple[LinearParts, LinearParts]:

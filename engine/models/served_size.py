@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import NamedTuple
 
 import torch
 
-from engine.models.fused import EMBEDDING, FINAL_NORM, HEAD, FusedRecipe
+from engine.models.fused_recipe import EMBEDDING, FINAL_NORM, HEAD, OUTPUT, QK_NORMS, ROUTER, FusedRecipe, mixtral_name
 from engine.models.quantised import PANEL, join_formats
 from engine.models.quantiser import Quantiser
 
-_PRODUCTS = (  # of a layer, as the fused decoder packs them; of "gate" a panel has as many rows as of "up"
-    tuple(f"self_attn.{name}_proj" for name in "qkv"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
 _LINE = 4 * PANEL  # bytes of a panel's step: one float32 or two bfloat16 values of K
+
+
+class _Product(NamedTuple):
+    """One packed weight. is_exact: never quantised."""
+
+    layers: tuple[str, ...]
+    is_gated: bool = False
+    is_exact: bool = False
+
+
+def _products(recipe: FusedRecipe) -> Iterator[_Product]:
+    """Of a layer."""
+    yield _Product(recipe.qkv)
+    yield _Product((OUTPUT,))
+    if recipe.experts is None:
+        yield _Product(recipe.mlp.first, is_gated=recipe.mlp.is_gated)
+        yield _Product((recipe.mlp.down,))
+        return
+    yield _Product((ROUTER,), is_exact=True)
+    for expert in range(recipe.experts.count):
+        path = f"mlp.experts.{expert}"
+        yield _Product((f"{path}.gate_proj", f"{path}.up_proj"), is_gated=True)
+        yield _Product((f"{path}.down_proj",))
 
 
 def served_bytes(
@@ -25,11 +43,14 @@ def served_bytes(
 ) -> int:
     """FusedModel.weight_bytes. shapes: by transformers' names; the recipe fits them."""
     sizes = _Sizes(shapes, quantiser, dtype)
-    total = sizes.plain(FINAL_NORM)
+    total = sizes.norm(recipe, FINAL_NORM)
+    places = recipe.places
     for index in range(len(recipe.layers)):
         path = f"model.layers.{index}"
-        total += sum(sizes.product(*(f"{path}.{name}" for name in names)) for names in _PRODUCTS)
-        total += sum(sizes.plain(name) for name in shapes if name.startswith(f"{path}.") and "norm" in name)
+        total += sum(sizes.product(path, product) for product in _products(recipe))
+        for name in (*places.names(), *(QK_NORMS if recipe.has_qk_norms else ())):
+            is_wide = name in (places.behind_attention, places.behind_mlp)
+            total += sizes.norm(recipe, f"{path}.{name}.weight", is_wide=is_wide)
     head = EMBEDDING if recipe.is_tied else HEAD
     total += sizes.matrix((head,), is_head=True)
     if recipe.is_tied:
@@ -45,21 +66,31 @@ class _Sizes:
     def plain(self, name: str) -> int:
         return prod(self._shapes[name]) * self._dtype.itemsize
 
+    def norm(self, recipe: FusedRecipe, name: str, *, is_wide: bool = False) -> int:
+        """is_wide: kept in float32. A layer norm has a bias, if only of zeros."""
+        rows = 2 if recipe.norms[name.split(".")[-2]].variant == "layer" else 1
+        return rows * prod(self._shapes[name]) * (4 if is_wide else self._dtype.itemsize)
+
     def is_quantised(self, name: str) -> bool:
         """Of a head or an embedding."""
         return self._quantiser is not None and self._quantiser.format(name, is_head=True) is not None
 
-    def product(self, *layers: str) -> int:
-        """Several layers' rows as one packed weight, with their biases."""
-        names = tuple(f"{layer}.weight" for layer in layers)
-        total = self.matrix(names, gated="gate" in layers[0])
-        is_quantised = self._quantiser is not None and all(self._quantiser.format(name) for name in names)
+    def product(self, path: str, product: _Product) -> int:
+        """With its biases. path: of the layer."""
+        names = tuple(f"{path}.{layer}.weight" for layer in product.layers)
+        total = self.matrix(names, gated=product.is_gated, is_exact=product.is_exact)
+        quantiser = None if product.is_exact else self._quantiser
+        is_quantised = quantiser is not None and all(quantiser.format(name) for name in names)
         itemsize = 4 if is_quantised else self._dtype.itemsize
-        return total + itemsize * sum(prod(self._shapes.get(f"{layer}.bias", (0,))) for layer in layers)
+        biases = (self._shapes.get(f"{path}.{layer}.bias", (0,)) for layer in product.layers)
+        return total + itemsize * sum(map(prod, biases))
 
-    def matrix(self, names: tuple[str, ...], *, gated: bool = False, is_head: bool = False) -> int:
-        rows, in_features = sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1]
-        if self._quantiser is not None:
+    def matrix(
+        self, names: tuple[str, ...], *, gated: bool = False, is_head: bool = False, is_exact: bool = False
+    ) -> int:
+        shapes = [self._shapes.get(name) or self._shapes[mixtral_name(name)] for name in names]
+        rows, in_features = sum(shape[0] for shape in shapes), shapes[0][1]
+        if self._quantiser is not None and not is_exact:
             formats = [self._quantiser.format(name, is_head=is_head) for name in names]
             known = [each for each in formats if each is not None]
             if len(known) == len(names):

@@ -21,6 +21,7 @@ from engine.models.recognise import (
     gated_reading,
     linear_parts,
     norm_eps,
+    norm_tensor,
     norm_variant,
 )
 from engine.models.rope_table import RopeTable, make_table
@@ -118,7 +119,7 @@ def _swap_norms(tree: nn.Module, report: SwapReport) -> None:
         eps = norm_eps(child)
         variant = None if eps is None else variant_of(child, eps)
         if eps is not None and variant is not None:
-            weight: Any = child.weight
+            weight = norm_tensor(dict(child.named_parameters()), variant)
             setattr(parent, name, FusedRMSNorm(weight, eps, variant))
             report.norms += 1
 

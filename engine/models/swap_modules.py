@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm over the last dimension. variant: which of ops.rms_norm's rounding orders the original had."""
+    """RMS or layer norm over the last dimension. variant: which of ops.rms_norm's the original was."""
 
     weight: Tensor
 

@@ -47,6 +47,10 @@ class TreeModel:
         for table in self._tables:
             table.cover(num_positions)
 
+    def step_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """See Computation.step_bytes. What happens between the modules is not known: the logits alone."""
+        return num_rows * self.vocab_size * torch.float32.itemsize
+
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """See Backbone.forward."""
         for calls in self._calls:
@@ -142,7 +146,8 @@ def record_calls(tree: Any) -> list[RecordedCall]:
     modules = list(tree.modules())
     for module in modules:
         module.paged_layer = recorder
-    ids = torch.zeros(1, DRY_RUN_TOKENS, dtype=torch.int64)
+    # One token at all positions, and not the first of the vocabulary: that pads, and its embedding may be zero.
+    ids = torch.full((1, DRY_RUN_TOKENS), int(tree.config.vocab_size) // 2)
     try:
         tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS).unsqueeze(0), use_cache=False)
     except StartError:

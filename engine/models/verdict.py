@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from engine import ops
-from engine.models.fused import FusedRecipe
+from engine.models.fused_recipe import FusedRecipe
 from engine.models.user_cache import cache_root, write_bytes
 
 logger = logging.getLogger("pagemill.engine")
 
-VERSION = 4  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
+VERSION = 6  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
 
 
 @dataclass(frozen=True, slots=True)

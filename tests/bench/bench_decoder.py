@@ -22,7 +22,7 @@ from engine import ops
 from engine.attention.base import AttentionMetadata
 from engine.kv.cache import KVCache
 from engine.models.backbone import Backbone
-from engine.models.fused import LayerRecipe
+from engine.models.fused_recipe import LayerRecipe
 from tests.engine.recipes import RECIPES, backbones, draw_tensors, rope
 
 BLOCK_SIZE = 16

@@ -10,15 +10,22 @@ from torch import Tensor
 from engine.attention.native import NativeAttention
 from engine.config import Quantization
 from engine.models.backbone import Backbone
-from engine.models.fused import (
+from engine.models.fused import FusedModel
+from engine.models.fused_recipe import (
     EMBEDDING,
-    FINAL_NORM,
+    GLM_NORMS,
     HEAD,
-    LAYER_NORMS,
+    JOINED_GATE_UP,
+    JOINED_QKV,
+    PARALLEL_NORM,
+    POST_NORMS,
     PRE_NORMS,
-    FusedModel,
+    SANDWICH_NORMS,
+    UNGATED_CONVOLVED,
+    ExpertsRecipe,
     FusedRecipe,
     LayerRecipe,
+    NormPlaces,
     NormRecipe,
     RopeRecipe,
 )
@@ -40,8 +47,13 @@ def rope(head_dim: int, base: float = 10000.0, scaling: float = 1.0) -> RopeReci
     return RopeRecipe(tuple(base ** (-2 * i / head_dim) for i in range(head_dim // 2)), scaling)
 
 
-def norms(*names: str, variant: NormVariant = "llama") -> dict[str, NormRecipe]:
-    return {name: NormRecipe(1e-6 * (1 + i), variant) for i, name in enumerate((*names, "norm"))}
+def norms(places: NormPlaces, *heads: str, variant: NormVariant = "llama") -> dict[str, NormRecipe]:
+    names = (*places.names(), *heads, "norm")
+    return {name: NormRecipe(1e-6 * (1 + i), variant) for i, name in enumerate(names)}
+
+
+def rotated_by(*ropes: int | None) -> tuple[LayerRecipe, ...]:
+    return tuple(LayerRecipe(None, rope) for rope in ropes)
 
 
 PLAIN = FusedRecipe(
@@ -54,16 +66,16 @@ PLAIN = FusedRecipe(
     activation="silu",
     embedding_scale=None,
     is_tied=False,
-    norms=norms(*PRE_NORMS),
+    norms=norms(PRE_NORMS),
     ropes=(rope(64),),
     layers=(LayerRecipe(None, 0),) * 3,
 )
 RECIPES: dict[str, FusedRecipe] = {
     "plain": PLAIN,
-    "tied": replace(PLAIN, is_tied=True, num_kv_heads=6, norms=norms(*PRE_NORMS, variant="f32")),
+    "tied": replace(PLAIN, is_tied=True, num_kv_heads=6, norms=norms(PRE_NORMS, variant="f32")),
     "one_head": replace(PLAIN, num_query_heads=1, num_kv_heads=1, head_dim=16, ropes=(rope(16),)),
     "narrow_heads": replace(PLAIN, head_dim=6, ropes=(rope(6),), scale=0.4),
-    "qk_norms": replace(PLAIN, norms=norms(*PRE_NORMS, "q_norm", "k_norm"), activation="gelu"),
+    "qk_norms": replace(PLAIN, norms=norms(PRE_NORMS, "q_norm", "k_norm"), activation="gelu"),
     "windows": replace(PLAIN, layers=(LayerRecipe(8, 0), LayerRecipe(None, 0), LayerRecipe(40, 0))),
     "everything": replace(
         PLAIN,
@@ -71,41 +83,69 @@ RECIPES: dict[str, FusedRecipe] = {
         activation="gelu_tanh",
         embedding_scale=7.745966692414834,
         is_tied=True,
-        norms=norms(*LAYER_NORMS, "q_norm", "k_norm", variant="gemma"),
+        norms=norms(SANDWICH_NORMS, "q_norm", "k_norm", variant="gemma"),
         ropes=(rope(64), rope(64, 1e6, 1.25)),
         layers=(LayerRecipe(8, 0), LayerRecipe(None, 1), LayerRecipe(8, 0)),
+        residual_scale=0.22,
+        logits_scale=0.3,
+        logits_softcap=4.0,
+    ),
+    "joined": replace(PLAIN, qkv=JOINED_QKV, mlp=JOINED_GATE_UP, norms=norms(GLM_NORMS)),
+    "norms_behind": replace(PLAIN, norms=norms(POST_NORMS, "q_norm", "k_norm", variant="f32")),
+    "partly_rotated": replace(PLAIN, ropes=(rope(24), rope(64)), layers=rotated_by(0, 1, 0)),
+    "not_rotated": replace(PLAIN, ropes=(rope(10),), layers=rotated_by(0, None, None)),
+    "never_rotated": replace(PLAIN, ropes=(), layers=rotated_by(None, None, None)),
+    "scaled": replace(PLAIN, embedding_scale=12.3, residual_scale=0.22, logits_scale=1.5),
+    "capped": replace(PLAIN, logits_softcap=3.0),
+    "layer_norms": replace(PLAIN, norms=norms(PRE_NORMS, variant="layer"), mlp=UNGATED_CONVOLVED, activation="gelu"),
+    "parallel": replace(PLAIN, norms=norms(PARALLEL_NORM, variant="layer"), logits_scale=0.5),
+    "neighbours": replace(
+        PLAIN,
+        norms=norms(PRE_NORMS, "q_norm", "k_norm"),
+        ropes=(replace(rope(24), is_interleaved=True), rope(64)),
+        layers=rotated_by(0, 1, None),
     ),
 }
+# of which norms span all heads together
+WIDE_NORMS = frozenset({"norms_behind"})
+EXPERTS = replace(PLAIN, experts=ExpertsRecipe(8, 2, True))
 
 
 def draw_tensors(
-    recipe: FusedRecipe, dtype: torch.dtype, *, hidden: int = 60, intermediate: int = 100, biases: bool = False
+    recipe: FusedRecipe,
+    dtype: torch.dtype,
+    *,
+    hidden: int = 60,
+    intermediate: int = 100,
+    biases: bool = False,
+    wide_norms: bool = False,
 ) -> dict[str, Tensor]:
-    """Random weights of a recipe by transformers' names."""
+    """Random weights of a recipe by transformers' names. wide_norms: those of heads span all of them."""
     generator = torch.Generator().manual_seed(5)
     query, kv = recipe.num_query_heads * recipe.head_dim, recipe.num_kv_heads * recipe.head_dim
-    shapes = {
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (query, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "qkv_proj": (query + 2 * kv, hidden),
+        "o_proj": (hidden, query),
+        "q_norm": (query if wide_norms else recipe.head_dim,),
+        "k_norm": (kv if wide_norms else recipe.head_dim,),
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "gate_up_proj": (2 * intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+        "c_fc": (intermediate, hidden),
+        "c_proj": (hidden, intermediate),
+        "gate": (0 if recipe.experts is None else recipe.experts.count, hidden),
     }
-    tensors = {EMBEDDING: (recipe.vocab_size, hidden), FINAL_NORM: (hidden,)}
-    if not recipe.is_tied:
-        tensors[HEAD] = (recipe.vocab_size, hidden)
-    for index in range(len(recipe.layers)):
-        prefix = f"model.layers.{index}."
-        tensors |= {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
-        if biases:
-            tensors |= {f"{prefix}{name}.bias": shape[:1] for name, shape in shapes.items()}
-        for name in recipe.norms:
-            if name in LAYER_NORMS:
-                tensors[f"{prefix}{name}.weight"] = (hidden,)
-            elif name != "norm":
-                tensors[f"{prefix}self_attn.{name}.weight"] = (recipe.head_dim,)
+    tensors = {}
+    for name in recipe.tensor_names():
+        module = name.removesuffix(".weight")
+        last = module.rpartition(".")[2]
+        tensors[name] = (recipe.vocab_size, hidden) if name in (EMBEDDING, HEAD) else shapes.get(last, (hidden,))
+        if biases and last.endswith(("_proj", "_fc")):
+            tensors[f"{module}.bias"] = shapes[last][:1]
     return {
         name: torch.randn(shape, generator=generator).mul_(1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.5).to(dtype)
         for name, shape in tensors.items()

@@ -1,6 +1,7 @@
 """bfloat16 parity: our logits stray from float32 transformers no further than transformers' own bfloat16 logits do.
 
-Teacher-forced over what float32 transformers writes itself. Ours go the way of a served request: the prompt in one
+Per prompt, teacher-forced over what float32 transformers writes itself. Top-1 agreement is counted over all prompts: a
+single one's is a matter of one or two near ties. Ours go the way of a served request: the prompt in one
 step, then a token per step, over the paged cache; transformers' come from one forward over all tokens.
 """
 
@@ -133,9 +134,9 @@ def measured(request: pytest.FixtureRequest) -> Measured:
 @pytest.mark.model
 def test_logits_are_no_further_from_float32_than_transformers_own(measured: Measured) -> None:
     assert len(measured.ours) == 20
-    maximum, rms = measured.ratios()
-    assert maximum <= MOST
-    assert rms <= MOST
+    for ours, theirs in zip(measured.ours, measured.theirs, strict=True):
+        assert ours.maximum <= MOST * theirs.maximum
+        assert ours.squares <= MOST**2 * theirs.squares
 
 
 @pytest.mark.slow

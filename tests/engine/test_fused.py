@@ -11,19 +11,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from engine.attention.base import PagedLayer
 from engine.attention.native import NativeAttention
 from engine.attention.reference import ReferenceAttention
 from engine.config import DeviceConfig, ModelConfig, StartError
-from engine.models import attention_hook
+from engine.models import attention_hook, prepare
 from engine.models.allow import load_config
 from engine.models.backbone import Backbone
-from engine.models.fused import EMBEDDING, FusedModel, FusedRecipe
+from engine.models.fused import FusedModel
+from engine.models.fused_parts import order_of_halves
+from engine.models.fused_recipe import EMBEDDING, FusedRecipe
 from engine.models.loader import load_model
 from engine.models.prepare import NoRecipe, recipe_of
+from engine.models.recipe import derive_recipe
 from engine.models.self_check import PagedRun, check_in_small
+from engine.models.served_size import served_bytes
 from engine.models.tree import TreeModel
-from tests.engine.tiny_configs import CONFIGS, FUSED, paged_backbone, plain_logits, plain_tree, relative, tokens
+from tests.engine.recipes import EXPERTS, RECIPES, WIDE_NORMS, Stepwise, draw_tensors
+from tests.engine.tiny_configs import (
+    CONFIGS,
+    FUSED,
+    NATIVE,
+    Way,
+    paged_backbone,
+    plain_logits,
+    plain_tree,
+    relative,
+    tokens,
+)
 from tests.tiny import VOCAB_SIZE, tiny_folder
 
 
@@ -47,28 +64,85 @@ def test_it_computes_what_transformers_computes(name: str, backend: type[Any]) -
     assert relative(got, plain_logits(plain_tree(name), ids)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_in_bfloat16_it_rounds_where_the_swapped_tree_rounds(name: str) -> None:
-    ids = tokens(33)
-    ways = [paged_backbone(name, NativeAttention(), way, torch.bfloat16) for way in ("swapped", "fused")]
-    swapped, fused = (PagedRun(backbone).step([(0, ids)])[0] for backbone in ways)
-    assert torch.equal(swapped, fused)
+class Recording(Stepwise):
+    """Keeps what it is given, by layer. The native decoder's caches hold the same, to the bit: test_native_decoder."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[Tensor]] = {}
+        self.values: dict[int, list[Tensor]] = {}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, layer: PagedLayer, **options: Any) -> Tensor:
+        self.keys.setdefault(layer.index, []).append(key.clone())
+        self.values.setdefault(layer.index, []).append(value.clone())
+        return super().forward(query, key, value, layer, **options)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "mixtral", "phi3", "olmo2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", FUSED)
+def test_keys_and_values_are_those_of_transformers(name: str) -> None:
+    """Where transformers keeps only a window, its last ones."""
+    ids, backend = tokens(41), Recording()
+    run = PagedRun(paged_backbone(name, backend, "fused"))
+    for start in range(0, len(ids), 5):
+        run.step([(0, ids[start : start + 5])])
+    made = recipe(name)
+    rope = made.ropes[0]
+    is_interleaved, rotary_dim = rope.is_interleaved, 2 * len(rope.inv_freq)
+    with torch.inference_mode():
+        cache = plain_tree(name)(input_ids=torch.tensor([ids]), use_cache=True).cache
+    for index, layer in enumerate(cache.layers):
+        for ours, theirs in ((backend.keys[index], layer.keys[0]), (backend.values[index], layer.values[0])):
+            last = theirs.transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
+            assert len(last) >= 7
+            seen = torch.cat(ours)[-len(last) :]
+            if ours is backend.keys[index] and is_interleaved and made.layers[index].rope is not None:
+                order = order_of_halves(1, last.shape[-1], rotary_dim)
+                last = last[..., order]
+            assert relative(seen, last) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_the_way_each_family_takes(name: str) -> None:
+    if name not in FUSED:
+        with pytest.raises(StartError):
+            check_in_small(load_config(CONFIGS[name]), NativeAttention(), fuse=True)
+        return
+    verdict = check_in_small(load_config(CONFIGS[name]), NativeAttention(), fuse=True)
+    assert verdict.difference < 1e-5
+    assert verdict.batch_invariant
+    model = paged_backbone(name, NativeAttention(), "fused").model
+    assert isinstance(model, FusedModel)
+    assert (model.decoder is not None) == (name in NATIVE)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_in_bfloat16_it_is_nearer_to_float32_than_the_swapped_tree(name: str) -> None:
+    """Which rounds where transformers rounds; the fused decoder's residual stream is float32."""
+    ids = tokens(41)
+    tree = plain_tree(name, torch.bfloat16).float()
+    exact = plain_logits(tree, ids)
+    ways: tuple[Way, ...] = ("swapped", "fused")
+    runs = [PagedRun(paged_backbone(name, NativeAttention(), way, torch.bfloat16)) for way in ways]
+    swapped, fused = (float((run.step([(0, ids)])[0] - exact).square().mean().sqrt()) for run in runs)
+    assert 0 < fused < swapped
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gpt_oss", "llama4"])
 def test_other_structures_have_no_recipe(name: str) -> None:
     with pytest.raises(NoRecipe):
         recipe(name)
 
 
-@pytest.mark.parametrize("name", ["granite", "gemma2"])
-def test_what_happens_between_modules_is_caught_by_the_self_check(name: str) -> None:
-    """Structure fits, but residuals or embeddings are scaled outside any module."""
-    assert recipe(name)
-    config = load_config(CONFIGS[name])
+@pytest.mark.parametrize(
+    "changed",
+    [{"residual_scale": None}, {"logits_scale": None}, {"embedding_scale": None}, {"scale": 0.2}],
+)
+def test_what_happens_between_modules_is_caught_by_the_self_check(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were one of Granite's multipliers not found, modules alone would show nothing."""
+    monkeypatch.setattr(prepare, "derive_recipe", lambda *args: replace(derive_recipe(*args), **changed))
     with pytest.raises(StartError, match="computes something else"):
-        check_in_small(config, NativeAttention(), fuse=True)
-    assert check_in_small(config, NativeAttention(), fuse=False).batch_invariant
+        check_in_small(load_config(CONFIGS["granite"]), NativeAttention(), fuse=True)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -77,13 +151,23 @@ def test_a_recipe_survives_json(name: str) -> None:
     assert FusedRecipe.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-def test_a_recipe_knows_the_tensors_it_needs() -> None:
-    names = set(dict(plain_tree("gemma3").named_parameters()))
-    made = recipe("gemma3")
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_recipe_knows_the_tensors_it_needs(name: str) -> None:
+    names = set(dict(plain_tree(name).named_parameters()))
+    made = recipe(name)
     assert made.fits(names)
-    for name in names:
-        assert not made.fits(names - {name})
+    for one in names:
+        assert made.fits(names - {one}) == one.endswith(".bias")
     assert not made.fits({f"language_model.{name}" for name in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*RECIPES, "experts"])
+def test_the_size_is_known_from_the_shapes(name: str, dtype: torch.dtype) -> None:
+    one = EXPERTS if name == "experts" else RECIPES[name]
+    tensors = draw_tensors(one, dtype, biases=name != "experts", wide_norms=name in WIDE_NORMS)
+    shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
+    assert FusedModel(one, tensors, NativeAttention(), 64).weight_bytes == served_bytes(one, shapes, None, dtype)
 
 
 def test_a_missing_tensor_is_a_sentence() -> None:
@@ -102,6 +186,10 @@ def test_a_wrong_recipe_gives_other_logits() -> None:
         replace(made, embedding_scale=None),
         replace(made, layers=tuple(replace(layer, window=None) for layer in made.layers)),
         replace(made, ropes=made.ropes[::-1]),
+        replace(made, layers=tuple(replace(layer, rope=None) for layer in made.layers)),
+        replace(made, residual_scale=0.5),
+        replace(made, logits_scale=0.5),
+        replace(made, logits_softcap=1.0),
     ]
     for one in wrong:
         model = FusedModel(one, dict(tree.named_parameters()), ReferenceAttention(), 64)

@@ -18,7 +18,7 @@ from engine.config import Quantization
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
 from engine.models.self_check import PagedRun
-from tests.engine.recipes import RECIPES, VOCAB_SIZE, backbones, draw_tensors
+from tests.engine.recipes import RECIPES, VOCAB_SIZE, WIDE_NORMS, backbones, draw_tensors
 from tests.engine.tiny_configs import tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,7 +73,7 @@ def assert_same_run(name: str, tensors: dict[str, Tensor], quantization: Quantiz
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_are_those_of_single_ops(name: str, dtype: torch.dtype, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    assert_same_run(name, draw_tensors(RECIPES[name], dtype))
+    assert_same_run(name, draw_tensors(RECIPES[name], dtype, wide_norms=name in WIDE_NORMS))
 
 
 @pytest.mark.parametrize("level", ops.isa_levels())

@@ -27,8 +27,8 @@ EXPECTED = {
     "olmo2": (3, 13, 1),
     "granite": (3, 7, 1),
     "mixtral": (0, 7, 1),
-    "gpt_neox": (0, 0, 1),
-    "gpt2": (0, 0, 0),
+    "gpt_neox": (0, 7, 1),
+    "gpt2": (0, 7, 0),
 }
 
 

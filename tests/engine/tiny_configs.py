@@ -34,6 +34,8 @@ BASE: dict[str, Any] = {
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 # for families without a head size of their own
 WIDE = {key: value for key, value in BASE.items() if key != "head_dim"} | {"hidden_size": 384}
+# transformers' products of experts in bfloat16 want multiples of eight
+MIXED = BASE | {"hidden_size": 72, "intermediate_size": 104}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama"},
@@ -60,12 +62,68 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**WIDE, "model_type": "qwen2"},
     "qwen3": {**BASE, "model_type": "qwen3"},
     "mistral": {**BASE, "model_type": "mistral", "sliding_window": 8},
-    "gemma2": {**BASE, "model_type": "gemma2", "sliding_window": 8},
+    "gemma2": {**BASE, "model_type": "gemma2", "sliding_window": 8, "final_logit_softcapping": 4.0},
     "gemma3": {**BASE, "model_type": "gemma3_text", "sliding_window": 8, "layer_types": SLIDING},
     "phi3": {**WIDE, "model_type": "phi3"},
+    "phi3_longrope": {
+        **WIDE,
+        "model_type": "phi3",
+        "original_max_position_embeddings": 256,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 256,
+            "short_factor": [1.0 + 0.1 * i for i in range(24)],
+            "long_factor": [2.0 + 0.5 * i for i in range(24)],
+        },
+    },
     "olmo2": {**WIDE, "model_type": "olmo2"},
-    "granite": {**WIDE, "model_type": "granite", "attention_multiplier": 0.125, "residual_multiplier": 0.5},
-    "mixtral": {**BASE, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": {**WIDE, "model_type": "olmo3", "sliding_window": 8, "layer_types": SLIDING},
+    "granite": {
+        **WIDE,
+        "model_type": "granite",
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.3,
+        "logits_scaling": 6.0,
+    },
+    "smollm3": {**WIDE, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "glm4": {**BASE, "model_type": "glm4", "partial_rotary_factor": 0.5},
+    "exaone4": {**BASE, "model_type": "exaone4", "sliding_window": 8, "layer_types": SLIDING},
+    "cohere": {**WIDE, "model_type": "cohere", "logit_scale": 0.3, "tie_word_embeddings": True},
+    "cohere2": {
+        **BASE,
+        "model_type": "cohere2",
+        "logit_scale": 0.3,
+        "sliding_window": 8,
+        "layer_types": SLIDING,
+        "tie_word_embeddings": True,
+    },
+    "starcoder2": {**WIDE, "model_type": "starcoder2", "sliding_window": 8},
+    "stablelm": {**WIDE, "model_type": "stablelm", "partial_rotary_factor": 0.25, "use_qkv_bias": True},
+    "ernie4_5": {**BASE, "model_type": "ernie4_5"},
+    "gemma": {**BASE, "model_type": "gemma"},
+    "seed_oss": {**BASE, "model_type": "seed_oss"},
+    "olmoe": {
+        **WIDE,
+        "intermediate_size": 104,
+        "model_type": "olmoe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 6,
+    },
+    "qwen3_moe": {
+        **MIXED,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {**MIXED, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**BASE, "model_type": "gpt_oss", "sliding_window": 8, "layer_types": SLIDING, "num_local_experts": 4},
     "llama4": {
         **BASE,
@@ -77,8 +135,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**WIDE, "model_type": "gpt_neox"},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 128, "n_layer": 3, "n_head": 2},
 }
-FUSED = ("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3")
-CLAIMED = ("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2")
+NATIVE = (
+    *("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3"),
+    *("phi3", "phi3_longrope", "olmo2", "olmo3", "granite", "smollm3", "exaone4", "seed_oss", "glm4", "ernie4_5"),
+    *("cohere", "cohere2", "starcoder2", "stablelm"),
+)
+STEPWISE = ("mixtral", "qwen3_moe", "olmoe")  # fused, but not one native call
+FUSED = (*NATIVE, *STEPWISE)
+CLAIMED = (
+    *("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2"),
+    *("gpt2", "gpt_neox", "starcoder2"),
+)
 
 
 def plain_tree(name: str, dtype: torch.dtype = torch.float32) -> Any:

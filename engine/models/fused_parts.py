@@ -1,0 +1,196 @@
+"""What a fused decoder is put together from: packed products, norms, rotations, and where their tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from engine import ops
+from engine.config import StartError
+from engine.models.fused_recipe import EMBEDDING, HEAD, FusedRecipe, NormRecipe, RopeRecipe
+from engine.models.quantised import QuantisedWeight, join
+from engine.models.quantiser import Quantiser
+from engine.ops import ActivationKind
+
+
+class Frequencies(nn.Module):
+    """Fills a RopeTable. sin carries the sign of the rotation: the first half is negated."""
+
+    def __init__(self, rope: RopeRecipe) -> None:
+        super().__init__()
+        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32)
+        self._scaling = rope.scaling
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self._inv_freq
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        return torch.cat([cos, cos], -1).to(x.dtype), torch.cat([-sin, sin], -1).to(x.dtype)
+
+
+def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """heads: [num_tokens, num_heads, head_dim], of which the first rotary_dim elements are rotated. Two products and a
+    sum, rounded one by one as transformers does."""
+    cos, sin = rotation
+    width = cos.shape[-1]
+    turned = heads[..., :width]
+    rotated = (turned * cos).add_(turned.roll(width // 2, -1).mul_(sin))
+    return rotated if width == heads.shape[-1] else torch.cat([rotated, heads[..., width:]], -1)
+
+
+def order_of_halves(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Where elements of heads that are rotated with their neighbours come from, so that they can be rotated by halves:
+    [num_heads * head_dim]. Queries and keys in the same other order give the same scores."""
+    head = torch.cat(
+        [torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim)]
+    )
+    return (torch.arange(num_heads).unsqueeze(1) * head_dim + head).flatten()
+
+
+class Norm:
+    def __init__(self, weight: Tensor, recipe: NormRecipe) -> None:
+        self.weight, self._eps, self._variant = weight, recipe.eps, recipe.variant
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self._eps, self._variant)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, then the norm of the sum."""
+        return ops.fused_add_rms_norm(x, residual, self.weight, self._eps, self._variant)
+
+
+class Linear:
+    """PackedLinear without a module's overhead: x [num_tokens, in_features].
+
+    gate: weight's rows are a gate's and then another half's; the result is activation(gate) * half."""
+
+    def __init__(
+        self,
+        weight: Tensor | QuantisedWeight,
+        bias: Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        gate: ActivationKind | None = None,
+    ) -> None:
+        num_rows, self.in_features = weight.shape
+        self.is_quantised = isinstance(weight, QuantisedWeight)
+        self.bias, self._out_dtype, self._gate = bias, out_dtype, gate
+        self.out_features = num_rows if gate is None else num_rows // 2
+        if isinstance(weight, QuantisedWeight):
+            self.packed = weight.pack(gated=gate is not None)
+            self.bias = None if bias is None else bias.float()
+        else:
+            self.packed = ops.pack_linear(weight, gated=gate is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        multiply = ops.linear_quant if self.is_quantised else ops.linear
+        return multiply(x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype, activation=self._gate)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Weights:
+    """Checkpoint tensors by name, as the parts of a layer.
+
+    num_bytes: of what was made so far. kinds: the forms of its linear layers' weights."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None) -> None:
+        self._tensors, self._recipe, self._quantiser = tensors, recipe, quantiser
+        self.num_bytes = 0
+        self.kinds: set[str] = set()
+
+    def tensor(self, name: str) -> Tensor:
+        try:
+            return self._tensors[name].detach()
+        except KeyError as error:
+            raise StartError(f"The weights lack the tensor {name}.") from error
+
+    def linear(
+        self,
+        *names: str,
+        gate: ActivationKind | None = None,
+        is_exact: bool = False,
+        order: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """One packed product of several layers' rows. is_exact: never quantised. order: of all rows, [num_rows].
+        out_dtype: of the result; None: that of x."""
+        has_bias = f"{names[0]}.bias" in self._tensors
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        matrix = self._matrix(*(f"{name}.weight" for name in names), is_exact=is_exact)
+        if order is not None:
+            matrix = (
+                matrix.with_rows(lambda rows: rows[order]) if isinstance(matrix, QuantisedWeight) else matrix[order]
+            )
+            bias = None if bias is None else bias[order]
+        return self._packed(Linear(matrix, bias, gate=gate, out_dtype=out_dtype))
+
+    def head(self) -> Linear:
+        """Of float32 logits."""
+        name = EMBEDDING if self._recipe.is_tied else HEAD
+        return self._packed(Linear(self._matrix(name, is_head=True), None, out_dtype=torch.float32))
+
+    def embedding(self, head: Linear) -> Tensor:
+        """The table [vocab_size, hidden_size], or the packed weight of which ops.embed_quant reads rows: the head's
+        own if they are one tensor."""
+        if self._recipe.is_tied:
+            return head.packed if head.is_quantised else self.copy(EMBEDDING)
+        quantised = None if self._quantiser is None else self._quantiser.weight(EMBEDDING, is_head=True)
+        if quantised is None:
+            return self.copy(EMBEDDING)
+        packed = quantised.pack()
+        self.num_bytes += packed.nbytes
+        return packed
+
+    def _packed(self, linear: Linear) -> Linear:
+        self.num_bytes += linear.num_bytes
+        return linear
+
+    def _matrix(self, *names: str, is_head: bool = False, is_exact: bool = False) -> Tensor | QuantisedWeight:
+        """The rows of several matrices: quantised if all are to be."""
+        quantiser = None if is_exact else self._quantiser
+        quantised = [] if quantiser is None else [quantiser.weight(n, is_head=is_head) for n in names]
+        known = [weight for weight in quantised if weight is not None]
+        if len(known) == len(names):
+            joined = join(known)
+            self.kinds.add(f"int{joined.bits}")
+            return joined
+        parts = [self.tensor(name) for name in names]
+        self.kinds.add(str(parts[0].dtype).removeprefix("torch."))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy(self, name: str) -> Tensor:
+        """Of a tensor: a view would keep the whole file mapped after all else is packed."""
+        copied = self.tensor(name).clone()
+        self.num_bytes += copied.nbytes
+        return copied
+
+    def head_norm(self, path: str, head_dim: int, rotary_dim: int) -> Norm:
+        """rotary_dim: of heads rotated with their neighbours; 0: there are none."""
+        num_heads = self.tensor(f"{path}.weight").numel() // head_dim
+        return self.norm(path, order_of_halves(num_heads, head_dim, rotary_dim) if rotary_dim else None)
+
+    def norm(self, path: str, order: Tensor | None = None) -> Norm:
+        """order: of a norm's elements."""
+        recipe = self._recipe.norms[path.rpartition(".")[2]]
+        weight = self.tensor(f"{path}.weight")
+        if recipe.variant == "layer":
+            bias = f"{path}.bias"
+            weight = torch.stack([weight, self.tensor(bias) if bias in self._tensors else torch.zeros_like(weight)])
+        weight = weight.clone() if order is None else weight[..., order].contiguous()
+        self.num_bytes += weight.nbytes
+        return Norm(weight, recipe)
+
+    def norm_in(self, path: str, name: str | None, *, is_wide: bool = False) -> Norm | None:
+        """The norm `name` of the module `path`; None without a name. is_wide: from float32 to float32."""
+        if name is None:
+            return None
+        norm = self.norm(f"{path}.{name}")
+        if is_wide:
+            self.num_bytes -= norm.weight.nbytes
+            norm.weight = norm.weight.float()
+            self.num_bytes += norm.weight.nbytes
+        return norm
