@@ -215,7 +215,8 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_rows(SampleArguments a)
   if (threadIdx.x == 0) a.ids[row] = id;
 }
 
-__global__ void __launch_bounds__(kWarp) philox_words(const uint32_t* counters, const uint32_t* keys, uint32_t* out,
+__global__ void __launch_bounds__(kWarp) philox_words(const uint32_t* counters, const uint32_t* keys,
+                                                      const uint64_t* totals, uint32_t* out, uint64_t* places,
                                                       int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   if (i >= count) return;
@@ -223,6 +224,7 @@ __global__ void __launch_bounds__(kWarp) philox_words(const uint32_t* counters, 
   for (int w = 0; w < 4; ++w) counter.word[w] = counters[4 * i + w];
   const Words4 words = philox(counter, keys[2 * i], keys[2 * i + 1]);
   for (int w = 0; w < 4; ++w) out[4 * i + w] = words.word[w];
+  places[i] = place_of((uint64_t{words.word[0]} << 32 | words.word[1]) >> 11, totals[i]);
 }
 
 }  // namespace
@@ -242,12 +244,13 @@ PAGEMILL_EXPORT int pagemill_sample(const float* logits, int64_t rows, int64_t v
   return launch_status();
 }
 
-// The generator alone, for its test vectors: counters [count, 4], keys [count, 2], out [count, 4], uint32.
-PAGEMILL_EXPORT int pagemill_philox(const uint32_t* counters, const uint32_t* keys, uint32_t* out, int64_t count,
-                                    void* stream) {
+// The generator alone, for its test vectors: counters [count, 4], keys [count, 2], out [count, 4], uint32; and where the
+// number of the first two words falls in totals: places, [count] uint64 below 2^63.
+PAGEMILL_EXPORT int pagemill_philox(const uint32_t* counters, const uint32_t* keys, const uint64_t* totals,
+                                    uint32_t* out, uint64_t* places, int64_t count, void* stream) {
   if (count == 0) return 0;
   PAGEMILL_LAUNCH(philox_words, static_cast<unsigned>(ceil_div(count, kWarp)), kWarp, 0, stream)
-  (counters, keys, out, count);
+  (counters, keys, totals, out, places, count);
   return launch_status();
 }
 

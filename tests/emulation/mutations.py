@@ -59,7 +59,7 @@ FAULTS = (
     Fault("last pair of a head left out", "heads.cuh", "if (pair < dim / 2)", "if (pair < dim / 2 - 1)", HEADS),
     Fault("one round too few", "philox.cuh", "round < 10", "round < 9", SAMPLER),
     Fault("carry lost in the place", "philox.cuh", "+ (low >> 32)", "", SAMPLER),
-    Fault("draw on the boundary", "sampler.cu", "ballot(sum > place)", "ballot(sum >= place)", SAMPLER),
+    Fault("walk loses its running sum", "sampler.cu", "shuffle(sum, kWarp - 1)", "shuffle(sum, 0)", SAMPLER),
     Fault("list full of just the top k", "sampler.cu", "(top_k) <= many)", "(top_k) < many)", SAMPLER),
     Fault("stretches not cleared", "sampler.cu", "shared.bins[i] = 0;", "{}", SAMPLER, "void sum_stretches"),
     Fault("list counter not reset", "ranking.cuh", "  if (threadIdx.x == 0) shared.list_count = 0;", "", SAMPLER),

@@ -11,12 +11,16 @@ from torch import Tensor
 from tests.emulation.build import ROOT, Target, build
 from tests.emulation.library import CODES, EmulatedLaunchers
 
-CASES = Target(ROOT / "build" / "emulation-cases", extra=(Path(__file__).with_name("machine_cases.cu"),))
+CASES = (Path(__file__).with_name("machine_cases.cu"),)
+TARGETS = {
+    "own-switch": Target(ROOT / "build" / "emulation-cases", extra=CASES),
+    "ucontext": Target(ROOT / "build" / "emulation-ucontext", extra=CASES, flags=("-DPAGEMILL_UCONTEXT",)),
+}
 
 
-@pytest.fixture(scope="module")
-def library() -> EmulatedLaunchers:
-    return EmulatedLaunchers(build(CASES))
+@pytest.fixture(scope="module", params=["own-switch", pytest.param("ucontext", marks=pytest.mark.slow)])
+def library(request: pytest.FixtureRequest) -> EmulatedLaunchers:
+    return EmulatedLaunchers(build(TARGETS[request.param]))
 
 
 @pytest.fixture(params=[0, 1, 2])

@@ -107,10 +107,14 @@ def test_philox_words(launched: LaunchedOps) -> None:
     inputs += [((i * 7919, i, 3 * i, 0), (i << 20, ones - i)) for i in range(40)]
     counters, keys = (torch.tensor([x[part] for x in inputs]).to(torch.int32) for part in (0, 1))
     out = torch.zeros(len(inputs), 4, dtype=torch.int32)
-    launched.launch("philox", counters, keys, out, len(inputs), changes=[out])
+    totals = [(2**62 - 1) >> (i % 40) for i in range(len(inputs))]
+    places = torch.zeros(len(inputs), dtype=torch.int64)
+    launched.launch("philox", counters, keys, torch.tensor(totals), out, places, len(inputs), changes=[out, places])
     want = [philox4x32(*pair) for pair in inputs]
     assert want[0] == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert torch.equal(out, torch.tensor(want).to(torch.int32))
+    bits = [(words[0] << 32 | words[1]) >> 11 for words in want]
+    assert places.tolist() == [b * total >> 53 for b, total in zip(bits, totals, strict=True)]
 
 
 # ---- log probabilities ----------------------------------------------------------------------------------------
