@@ -84,12 +84,15 @@ PAGEMILL_DEVICE uint64_t block_sum_before(RowShared& shared, uint64_t value) {
 
 // ---- the row's members --------------------------------------------------------------------------------------------
 
-// What is looked at: ids of the whole row, or those in shared.list.
+// What is looked at: the row's ids with a logit of at least `floor`, if listed those in shared.list.
 struct Members {
   const float* logits;  // [vocab]
   int64_t vocab;
+  float floor;
   bool listed;
 };
+
+PAGEMILL_DEVICE Members all_members(const float* logits, int64_t vocab) { return {logits, vocab, -kInfinity, false}; }
 
 // run(id, logit) for every id of the row, each by one thread, in no particular order.
 template <typename Run>
@@ -116,24 +119,24 @@ PAGEMILL_DEVICE void for_members(const RowShared& shared, const Members& members
     }
   } else {
     for_row(members.logits, members.vocab, [&](int64_t id, float logit) {
-      if (is_member(logit)) run(id, logit);
+      if (is_member(logit) && logit >= members.floor) run(id, logit);
     });
   }
 }
 
-// Narrows the members to those with a logit of at least `floor`, listed if there is room for them. Who is below is
-// known not to matter, so where there is no room all stay.
+// The members with a logit of at least `floor`, listed if there is room for them. A full list takes no more atomics: at
+// one address they wait for each other.
 PAGEMILL_DEVICE Members list_from(RowShared& shared, const float* logits, int64_t vocab, float floor) {
   sync_block();
   if (threadIdx.x == 0) shared.list_count = 0;
   sync_block();
   for_row(logits, vocab, [&](int64_t id, float logit) {
-    if (!is_member(logit) || !(logit >= floor)) return;
+    if (!is_member(logit) || !(logit >= floor) || shared.list_count > kListSize) return;
     const uint32_t at = atomic_add(&shared.list_count, 1u);
     if (at < kListSize) shared.list[at] = static_cast<uint32_t>(id);
   });
   sync_block();
-  return {logits, vocab, shared.list_count <= kListSize};
+  return {logits, vocab, floor, shared.list_count <= kListSize};
 }
 
 // The k-th largest of the threads' own maxima, which is at most the k-th largest logit. best: rank of this thread's
@@ -173,13 +176,11 @@ PAGEMILL_DEVICE void find_bin(RowShared& shared, uint64_t target) {
 template <typename Amount>
 PAGEMILL_DEVICE uint64_t first_rank_of_prefix(RowShared& shared, const Members& members, uint64_t target,
                                               const Amount& amount) {
-  constexpr int kShifts[5] = {43, 32, 22, 11, 0};
-  constexpr uint32_t kDigits[5] = {2047, 2047, 1023, 2047, 2047};
   uint64_t known = 0, mask = 0;
 #pragma unroll 1
   for (int step = 0; step < 5; ++step) {
-    const int shift = kShifts[step];
-    const uint32_t digits = kDigits[step];
+    const int shift = step < 2 ? 43 - 11 * step : 44 - 11 * step;  // 43, 32, 22, 11, 0
+    const uint32_t digits = step == 2 ? 1023 : 2047;
     for (int i = threadIdx.x; i < kBins; i += kRowThreads) shared.bins[i] = 0;
     sync_block();
     for_members(shared, members, [&](int64_t id, float logit) {
