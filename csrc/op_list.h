@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/tensor.h>
@@ -52,6 +53,16 @@ Tensor gated_activation(const Tensor x, std::string kind);
 void shape_logits(Tensor logits, double scale, double softcap);
 Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
               const Tensor greedy, const Tensor seed_keys, const Tensor positions);
+Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p,
+                     const Tensor min_p, const Tensor greedy, const Tensor seed_keys, const Tensor positions,
+                     const std::optional<Tensor> source, const std::optional<Tensor> penalties,
+                     const std::optional<Tensor> token_ids, const std::optional<Tensor> token_starts,
+                     const std::optional<Tensor> output_starts, const std::optional<Tensor> bias_ids,
+                     const std::optional<Tensor> bias_values, const std::optional<Tensor> bias_starts,
+                     const std::optional<Tensor> masks, const std::optional<Tensor> mask_of,
+                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at);
 Tensor logprobs_of(const Tensor logits, const Tensor ids);
+std::tuple<Tensor, Tensor, Tensor, Tensor> logprobs_topn(const Tensor logits, const Tensor ids, int64_t num_top,
+                                                         const std::optional<Tensor> source, bool ranks);
 
 }  // namespace pagemill

@@ -44,7 +44,15 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor greedy, "
       "Tensor seed_keys, Tensor positions) -> Tensor");
+  library.def(
+      "sample_edited(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor greedy, "
+      "Tensor seed_keys, Tensor positions, Tensor? source, Tensor? penalties, Tensor? token_ids, "
+      "Tensor? token_starts, Tensor? output_starts, Tensor? bias_ids, Tensor? bias_values, Tensor? bias_starts, "
+      "Tensor? masks, Tensor? mask_of, Tensor(a!)? drawn, Tensor? drawn_at) -> Tensor");
   library.def("logprobs_of(Tensor logits, Tensor ids) -> Tensor");
+  library.def(
+      "logprobs_topn(Tensor logits, Tensor ids, int num_top, Tensor? source, bool ranks) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
 }
 
 // Ops without tensors belong to no device.
@@ -76,5 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("gated_activation", TORCH_BOX(&pagemill::gated_activation));
   library.impl("shape_logits", TORCH_BOX(&pagemill::shape_logits));
   library.impl("sample", TORCH_BOX(&pagemill::sample));
+  library.impl("sample_edited", TORCH_BOX(&pagemill::sample_edited));
   library.impl("logprobs_of", TORCH_BOX(&pagemill::logprobs_of));
+  library.impl("logprobs_topn", TORCH_BOX(&pagemill::logprobs_topn));
 }

@@ -49,8 +49,9 @@ class RowTable:
 class ForwardBatch:
     """The tensors of one forward, flat over all scheduled tokens.
 
-    sampled: indices into ScheduledBatch.rows that sample, in the order of logits_source;
+    sampled: indices into ScheduledBatch.rows that sample, in the order of the next three;
     logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one);
+    sampled_rows[i], sampled_ends[i]: its row, and the position that its token will have;
     scored: (index into ScheduledBatch.rows, flat place of its first scored token), rows with none left out."""
 
     input_ids: Tensor  # [num_tokens], int64
@@ -59,15 +60,16 @@ class ForwardBatch:
     logits_indices: Tensor  # [num_logits], int64: flat token positions whose logits are needed
     sampled: tuple[int, ...]
     logits_source: Int64Array  # [len(sampled)]
+    sampled_rows: Int64Array  # [len(sampled)]
+    sampled_ends: Int64Array  # [len(sampled)]
     scored: tuple[tuple[int, int], ...]
 
     @staticmethod
     def build(batch: ScheduledBatch, table: RowTable) -> ForwardBatch:
         """Gather ids, positions and slots of the scheduled tokens from the row table."""
-        computed = [i for i, r in enumerate(batch.rows) if r.num_scheduled]
-        rows = np.array([batch.rows[i].row for i in computed], dtype=np.int64)
-        starts = np.array([batch.rows[i].num_computed for i in computed], dtype=np.int64)
-        counts = np.array([batch.rows[i].num_scheduled for i in computed], dtype=np.int64)
+        every = np.array([(r.row, r.num_computed, r.num_scheduled) for r in batch.rows], dtype=np.int64)
+        computed = np.flatnonzero(every[:, 2])
+        rows, starts, counts = every[computed].T
         ends = np.cumsum(counts)
 
         row_of = np.repeat(rows, counts)  # [num_tokens]
@@ -87,25 +89,33 @@ class ForwardBatch:
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
         )
-        first = dict(zip(computed, (ends - counts - starts).tolist(), strict=True))  # flat place of position 0
-        sampled, sources, flat = _logits_rows(batch, dict(zip(computed, (ends - 1).tolist(), strict=True)))
+        sampled, sources, logits_rows = _logits_rows(batch)
+        of_computed = np.zeros(len(every), dtype=np.int64)
+        of_computed[computed] = ends  # by index into batch.rows: flat place behind the last token
+        of_sampled = every[np.array(sampled, dtype=np.int64)]
         return ForwardBatch(
             input_ids=torch.from_numpy(table.token_ids[row_of, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
             metadata=metadata,
-            logits_indices=torch.tensor(flat, dtype=torch.int64),
+            logits_indices=torch.from_numpy(of_computed[np.array(logits_rows, dtype=np.int64)] - 1),
             sampled=sampled,
             logits_source=np.array(sources, dtype=np.int64),
-            scored=tuple((i, first[i] + batch.rows[i].scored.start) for i in computed if batch.rows[i].scored),
+            sampled_rows=of_sampled[:, 0].copy(),
+            sampled_ends=of_sampled[:, 1] + of_sampled[:, 2],
+            scored=tuple(
+                (i, int(of_computed[i]) - (r.num_computed + r.num_scheduled) + r.scored.start)
+                for i, r in enumerate(batch.rows)
+                if r.scored
+            ),
         )
 
 
-def _logits_rows(batch: ScheduledBatch, last_token: dict[int, int]) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """Which rows sample, from which logits row, and the flat token of each logits row."""
+def _logits_rows(batch: ScheduledBatch) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """Which rows sample, from which logits row, and the row (index into batch.rows) that makes each logits row."""
     logits_row: dict[int, int] = {}  # index into batch.rows -> logits row
     sampled, sources = [], []
     for index, row in enumerate(batch.rows):
         if row.logits_from is not None:
             sampled.append(index)
             sources.append(logits_row.setdefault(row.logits_from, len(logits_row)))
-    return tuple(sampled), sources, [last_token[i] for i in logits_row]
+    return tuple(sampled), sources, list(logits_row)

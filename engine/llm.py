@@ -24,7 +24,8 @@ Result = TypeVar("Result")
 class Completion:
     """One generated sequence. token_ids end with the stop token, if one ended it; text does not hold it.
 
-    logprobs: of the chosen tokens, natural logarithms; SamplingParams.logprobs_mode says of which distribution.
+    logprobs: with SamplingParams.logprobs, of the chosen tokens, natural logarithms; SamplingParams.logprobs_mode says
+        of which distribution.
     prompt_logprobs: with SamplingParams.prompt_logprobs, of the prompt's tokens from the second on."""
 
     text: str = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -330,8 +330,43 @@ def shape_logits(logits: Tensor, scale: float, softcap: float) -> None:
 # ---- sampling -------------------------------------------------------------------------------------------------
 
 
+class Penalties(NamedTuple):
+    """Per row three factors, and the tokens they look at: flat, rows one after the other.
+
+    An id among a row's tokens: a positive logit is divided by the repetition penalty, another one multiplied by it.
+    Then an id that is n times among the output tokens: presence + frequency * n is subtracted."""
+
+    values: Tensor  # [rows, 3], float32: repetition (1: none), presence, frequency (0: none)
+    token_ids: Tensor  # [num_tokens], int32
+    token_starts: Tensor  # [rows + 1], int64; a row without tokens is left alone
+    output_starts: Tensor  # [rows], int64: where, in token_ids, the row's prompt ends
+
+
+class Biases(NamedTuple):
+    """Numbers added to logits (-inf bans), flat, rows one after the other."""
+
+    ids: Tensor  # [num_biases], int32
+    values: Tensor  # [num_biases], float32
+    starts: Tensor  # [rows + 1], int64
+
+
+class Masks(NamedTuple):
+    """Which ids may follow, one bit each, lowest first."""
+
+    words: Tensor  # [num_masks, at least vocab / 32], int32
+    of: Tensor  # [rows], int64: the row's mask; -1: none
+
+
+class Drawn(NamedTuple):
+    """Where `sample` tells what a row was drawn from: edited logits less their maximum over the temperature, -inf for
+    what top-k, top-p and min-p leave out; of a greedy row the edited logits as they are."""
+
+    logits: Tensor  # [num_told, vocab], float32, contiguous; not written where no id is drawn
+    of: Tensor  # [rows], int64: the row in `logits`; -1: not told
+
+
 def sample(
-    logits: Tensor,  # [rows, vocab], float32; -inf bans an id
+    logits: Tensor,  # [logit rows, vocab], float32; -inf bans an id
     temperature: Tensor,  # [rows], float32, > 0 (not read where greedy)
     top_k: Tensor,  # [rows], int32; 0 or less: no limit
     top_p: Tensor,  # [rows], float32, from 0 to 1
@@ -339,9 +374,26 @@ def sample(
     greedy: Tensor,  # [rows], bool or uint8: the most likely id, the lowest among equals
     seed_keys: Tensor,  # [rows], int64: the bits of engine.sampling.philox.seed_key
     positions: Tensor,  # [rows], int64: where the drawn token will stand in its sequence
+    *,
+    source: Tensor | None = None,  # [rows], int64: the logit row of each row; None: its own number
+    penalties: Penalties | None = None,
+    biases: Biases | None = None,
+    masks: Masks | None = None,
+    drawn: Drawn | None = None,
 ) -> Tensor:  # [rows], int64
-    """One id per row, by docs/randomness.md to the bit; -1 where a row holds NaN, +inf or nothing finite."""
-    ids: Tensor = _ops.sample(logits, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
+    """One id per row, by docs/randomness.md to the bit; -1 where a row holds NaN, +inf or nothing finite, -2 where an
+    edit names an id outside the vocabulary.
+
+    Edits are made on a copy of the row, in the order penalties, biases, mask; logits stay as they are. Where they leave
+    nothing that a row's mask allows, the mask alone counts."""
+    given = (logits, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
+    if all(part is None for part in (source, penalties, biases, masks, drawn)):
+        ids: Tensor = _ops.sample(*given)
+    else:
+        ids = _ops.sample_edited(
+            *given, source, *(penalties or (None,) * 4), *(biases or (None,) * 3), *(masks or (None,) * 2),
+            *(drawn or (None,) * 2),
+        )  # fmt: skip
     return ids
 
 
@@ -351,3 +403,24 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
     The sum is taken in float64. NaN where a row holds NaN or +inf; -inf for a banned id."""
     logprobs: Tensor = _ops.logprobs_of(logits, ids)
     return logprobs
+
+
+class TopLogprobs(NamedTuple):
+    """What `logprobs_topn` tells of each row."""
+
+    logprobs: Tensor  # [rows, num_ids], float32: as logprobs_of
+    top_ids: Tensor  # [rows, num_top], int64: most likely first, of equal ones the lower id
+    top_logprobs: Tensor  # [rows, num_top], float32; -inf where fewer ids are not banned (their top_ids are 0)
+    ranks: Tensor  # [rows], int32: of the first of ids, 1 for the most likely; empty unless asked for
+
+
+def logprobs_topn(
+    logits: Tensor,  # [logit rows, vocab], float32
+    ids: Tensor,  # [rows, num_ids], int64; num_ids may be 0
+    num_top: int,  # as many as the vocabulary has, at most
+    *,
+    source: Tensor | None = None,  # [rows], int64: the logit row of each row; None: its own number
+    ranks: bool = False,
+) -> TopLogprobs:
+    """Log probabilities of given ids and of the most likely ones. Everything of a row that holds NaN or +inf is NaN."""
+    return TopLogprobs(*_ops.logprobs_topn(logits, ids, num_top, source, ranks))

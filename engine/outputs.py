@@ -93,7 +93,7 @@ class SequenceOutput:
     """What one sequence gained since its last output.
 
     token_ids: new output tokens, the one that ended it included.
-    logprobs: of the chosen tokens, one per token id.
+    logprobs: of the chosen tokens, one per token id where the request asked for logprobs, else none.
     top_logprobs: one per token id where the request asked for alternatives, else None.
     finish_reason: set exactly once, on the last output of the sequence.
     error: why, where finish_reason is "error"; error_param: the request's field that is to blame, None if none is.

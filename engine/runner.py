@@ -16,7 +16,6 @@ from engine.forward_batch import ForwardBatch, RowTable
 from engine.kv.cache import KVCache
 from engine.models.backbone import Backbone
 from engine.pooling import Pooler
-from engine.sampling.logits import RowContext
 from engine.sampling.logprobs import score_prompt
 from engine.sampling.sampler import NON_FINITE, Sampler
 from engine.sampling_params import SamplingParams
@@ -74,13 +73,7 @@ class ModelRunner:
         for index, told in scores.items():
             outputs[index] = told
         if forward.sampled:
-            scheduled = [batch.rows[i] for i in forward.sampled]
-            contexts = [self._context(row) for row in scheduled]
-            sampled = self.sampler.sample(logits, forward.logits_source, [r.row for r in scheduled], contexts)
-            for index, row, output in zip(forward.sampled, scheduled, sampled, strict=True):
-                outputs[index] = output if index not in scores else _both(scores[index], output)
-                end = row.num_computed + row.num_scheduled
-                self.table.token_ids[row.row, end : end + len(output.token_ids)] = output.token_ids
+            self._sample(logits, forward, outputs, scores)
         return StepHandle(StepOutput(batch.step_id, tuple(outputs)))
 
     def _compute(self, batch: ScheduledBatch, forward: ForwardBatch) -> tuple[Tensor, dict[int, RowOutput]]:
@@ -107,14 +100,18 @@ class ModelRunner:
             scores[index] = RowOutput(prompt_logprobs=told, error=NON_FINITE if told is None else None)
         return self.backbone.logits(hidden_states[forward.logits_indices]), scores
 
-    def _context(self, row: ScheduledRow) -> RowContext:
-        rows = self.sampler.rows
-        return RowContext(
-            params=rows.of(row.row),
-            token_ids=self.table.token_ids[row.row, : row.num_computed + row.num_scheduled],
-            num_prompt_tokens=int(self.table.num_prompt_tokens[row.row]),
-            eos_token_ids=rows.eos_token_ids[row.row],
+    def _sample(
+        self, logits: Tensor, forward: ForwardBatch, outputs: list[RowOutput], scores: dict[int, RowOutput]
+    ) -> None:
+        """Fill in outputs of the rows that sample, and append their tokens to the rows."""
+        rows, ends, table = forward.sampled_rows, forward.sampled_ends, self.table
+        sampled = self.sampler.sample(
+            logits, forward.logits_source, rows, ends, table.token_ids, table.num_prompt_tokens
         )
+        for index, output in zip(forward.sampled, sampled, strict=True):
+            outputs[index] = output if index not in scores else _both(scores[index], output)
+        drawn = [output.token_ids[0] if output.token_ids else 0 for output in sampled]
+        table.token_ids[rows, ends] = drawn  # without a token the row ends, or is told of another one
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """One step of one token and one of a few blocks on block 0 and up, before anybody waits for it: they go

@@ -87,7 +87,7 @@ class Assembler:
         self._num_chars = num_chars_before  # and what is detokenized so far
         self._unsent: list[int] = []  # accepted, and in no piece yet
         self.num_tokens = 0  # accepted so far
-        self.logprob_sum = 0.0  # of those
+        self.logprob_sum = 0.0  # of those, where logprobs were asked for
         self.finish_reason: FinishReason | None = None
 
     def feed(self, output: SequenceOutput) -> list[Piece]:
@@ -128,7 +128,7 @@ class Assembler:
             offset = self._num_chars
             is_text = position < last or output.stop_token_id is None
             self.num_tokens += 1
-            self.logprob_sum += output.logprobs[position]
+            self.logprob_sum += output.logprobs[position] if output.logprobs else 0.0
             text = self._advance(self._detokenizer.feed((token_id,)) if is_text else "")
             if position == last and self.finish_reason is None and output.finish_reason is not None:
                 text += self._flush(output.finish_reason)

@@ -1,277 +1,144 @@
 // One token per row of logits: greedy, or the inverse CDF over the ids that top-k, top-p and min-p leave.
 //
-// A row is one worker's from start to end. The first pass takes the maximum of every block of 128 ids; what follows
-// skips blocks that cannot matter, so a peaked distribution costs little more than reading it once.
+// The first pass takes the maximum of every block of 128 ids; what follows skips blocks that cannot matter. The row lies
+// in the second cache by then, and while its weights are computed the next row is fetched.
 #include "cpu/kernels.h"
-#include "cpu/lanes_math.h"
 #include "cpu/philox.h"
-#include "cpu/sampler_select.h"
+#include "cpu/sampler_edits.h"
+#include "cpu/sampler_nucleus.h"
 #include "cpu/scratch.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
-
-struct Row {
-  const float* logits;
-  int64_t vocab, blocks;
-  float* block_max;     // [blocks]
-  int64_t* block_sums;  // [blocks]
-  Candidates candidates, work;
-  float max;
-
-  int64_t block_size(int64_t block) const {
-    const int64_t left = vocab - block * kBlock;
-    return left < kBlock ? left : kBlock;
-  }
+// What may be drawn: the ranking up to `last`, of that what weighs at least min_weight (before rounding).
+struct Kept {
+  Rank last;
+  float min_weight;
 };
-
-size_t scratch_bytes(int64_t vocab, int64_t blocks) {
-  return size_t(blocks * 16 + (vocab + 1) * 6 * 4);
-}
-
-Row make_row(int64_t vocab, char* scratch) {
-  Row row{};
-  row.vocab = vocab;
-  row.blocks = (vocab + kBlock - 1) / kBlock;
-  auto take = [&](int64_t bytes) {
-    char* at = scratch;
-    scratch += bytes;
-    return at;
-  };
-  row.block_sums = reinterpret_cast<int64_t*>(take(row.blocks * 8));
-  row.block_max = reinterpret_cast<float*>(take(row.blocks * 8));
-  auto take_candidates = [&](Candidates& c) {
-    c.logit = reinterpret_cast<float*>(take((vocab + 1) * 4));
-    c.weight = reinterpret_cast<float*>(take((vocab + 1) * 4));
-    c.id = reinterpret_cast<int32_t*>(take((vocab + 1) * 4));
-  };
-  take_candidates(row.candidates);
-  take_candidates(row.work);
-  return row;
-}
-
-// Fills block_max and max. False if the row has NaN, +inf or nothing finite.
-bool scan(Row& row) {
-  float copy[kBlock];
-  IntVec nan{};
-  row.max = -kInfinity;
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    const float* block = whole_block(row.logits + b * kBlock, row.block_size(b), copy);
-    Vec best = load(block);
-    nan |= best != best;
-    for (int64_t i = kLanes; i < kBlock; i += kLanes) {
-      const Vec v = load(block + i);
-      nan |= v != v;
-      best = larger(v, best);
-    }
-    row.block_max[b] = max_lanes(best);
-    row.max = row.block_max[b] > row.max ? row.block_max[b] : row.max;
-  }
-  int32_t any = 0;
-  for (int64_t i = 0; i < kLanes; ++i) any |= nan[i];
-  return any == 0 && row.max < kInfinity && row.max > -kInfinity;
-}
-
-int64_t first_of_max(const Row& row) {
-  int64_t b = 0;
-  while (row.block_max[b] != row.max) ++b;
-  int64_t id = b * kBlock;
-  while (row.logits[id] != row.max) ++id;
-  return id;
-}
-
-// Fills block_sums; the total weight of the row.
-int64_t sum_blocks(Row& row, const Scale& scale) {
-  float copy[kBlock];
-  int64_t total = 0;
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    row.block_sums[b] = 0;
-    if (scale.negligible(row.block_max[b])) continue;
-    row.block_sums[b] = block_sum(whole_block(row.logits + b * kBlock, row.block_size(b), copy), scale);
-    total += row.block_sums[b];
-  }
-  return total;
-}
 
 // floor(bits * total / 2^53): the draw's place in [0, total).
 int64_t place(uint64_t bits, int64_t total) {
   return int64_t((unsigned __int128)bits * (unsigned __int128)(uint64_t)total >> 53);
 }
 
-int64_t draw_from_row(Row& row, const Scale& scale, uint64_t bits) {
-  int64_t left = place(bits, sum_blocks(row, scale));
-  int64_t b = 0;
+// By block_sums, the weights of what is kept in each block.
+int64_t draw_from_blocks(const Row& row, const Scale& scale, const Rank& last, uint64_t bits) {
+  int64_t total = 0, b = 0;
+  for (int64_t i = 0; i < row.blocks; ++i) total += row.block_sums[i];
+  int64_t left = place(bits, total);
   while (row.block_sums[b] <= left) left -= row.block_sums[b++];
   float copy[kBlock], weights[kBlock];
-  const float* block = whole_block(row.logits + b * kBlock, row.block_size(b), copy);
-  for (int64_t i = 0; i < kBlock; i += kLanes) store(weights + i, scale(load(block + i)));
+  const float* block = row.block(b, copy);
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const Vec v = load(block + i);
+    store(weights + i, only(last.includes(v, row.ids(b * kBlock + i)), scale(v)));
+  }
   int64_t i = 0;
   for (int64_t w = quantise(weights[0]); w <= left; w = quantise(weights[++i])) left -= w;
   return b * kBlock + i;
 }
 
 int64_t draw_from_candidates(const Candidates& c, uint64_t bits) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < c.count; ++i) total += quantise(c.weight[i]);
-  int64_t left = place(bits, total), i = 0;
+  int64_t left = place(bits, total_weight(c)), i = 0;
   for (int64_t w = quantise(c.weight[0]); w <= left; w = quantise(c.weight[++i])) left -= w;
   return c.id[i];
 }
 
-// Collects the finite logits >= floor, in id order, without weights.
-void gather(Row& row, float floor) {
-  Candidates& c = row.candidates;
-  if (floor == -kInfinity) floor = -__FLT_MAX__;
-  int64_t count = 0;
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    if (row.block_max[b] < floor) continue;
-    const int64_t first = b * kBlock, end = first + row.block_size(b);
-    for (int64_t id = first; id < end; ++id) {  // no branch: the write past the last kept one is overwritten
-      c.logit[count] = row.logits[id];
-      c.id[count] = int32_t(id);
-      count += row.logits[id] >= floor;
+struct Draw {
+  float temperature, top_p, min_p;
+  int64_t top_k;
+  uint64_t bits;
+};
+
+// The scale under which what min-p leaves out weighs nothing. The margin covers the exponential's last bits.
+Scale scale_with(float max, float temperature, float min_p) {
+  Scale scale{max, temperature, min_p * kUnit};
+  if (min_p > 1e-13f) scale.least = float(__builtin_log(double(min_p))) - 1e-3f;
+  return scale;
+}
+
+// The drawn id; `kept` becomes what it was drawn from.
+int64_t draw(Row& row, const Draw& d, Kept& kept) {
+  const bool has_k = d.top_k > 0 && d.top_k < row.vocab, has_p = d.top_p < 1.0f;
+  const Scale whole{row.max, d.temperature}, cut = scale_with(row.max, d.temperature, d.min_p);
+  kept = {kEverything, cut.min_weight};
+  if (has_k) {
+    Candidates& c = row.candidates;
+    kept.last = keep_top_k(row, d.top_k);
+    weigh(c, whole);
+    if (has_p) {
+      kept.last = last_of_prefix<SumWeights>(c, row.work, target_mass(d.top_p, total_weight(c)));
+      keep(c, kept.last);
     }
+    weigh(c, cut);
+    return draw_from_candidates(c, d.bits);
   }
-  c.count = count;
-}
-
-void weigh(Candidates& c, const Scale& scale) {
-  for (int64_t i = 0; i < c.count; i += kLanes)
-    store_up_to(c.weight + i, scale(load_up_to(c.logit + i, c.count - i)), c.count - i);
-}
-
-// The k-th largest of `count` values, which are reordered (Hoare's quickselect on the middle element).
-float kth_largest(float* values, int64_t count, int64_t k) {
-  int64_t low = 0, high = count - 1, wanted = k - 1;
-  while (low < high) {
-    const float pivot = values[low + (high - low) / 2];
-    int64_t i = low, j = high;
-    while (i <= j) {
-      while (values[i] > pivot) ++i;
-      while (values[j] < pivot) --j;
-      if (i <= j) {
-        const float held = values[i];
-        values[i++] = values[j];
-        values[j--] = held;
-      }
-    }
-    if (wanted <= j) {
-      high = j;
-    } else if (wanted >= i) {
-      low = i;
-    } else {
-      break;
-    }
+  if (has_p) {
+    kept.last = keep_top_p(row, whole, d.top_p);
+    if (whole(splat(kept.last.logit))[0] >= cut.min_weight) return draw_from_blocks(row, whole, kept.last, d.bits);
   }
-  return values[wanted];
+  weigh_blocks<false>(row, cut);  // min-p is stricter than top-p, if that is there
+  return draw_from_blocks(row, cut, kEverything, d.bits);
 }
 
-// The k-th largest block maximum is at most the k-th largest logit, so a cut there loses nothing.
-void keep_top_k(Row& row, int64_t k) {
-  float floor = -kInfinity;
-  if (k <= row.blocks) {
-    for (int64_t b = 0; b < row.blocks; ++b) row.work.logit[b] = row.block_max[b];
-    floor = kth_largest(row.work.logit, row.blocks, k);
+// The exponents of what is kept, -inf elsewhere.
+void tell_drawn(const Row& row, float temperature, const Kept& kept, float* out) {
+  for (int64_t i = 0; i < row.vocab; i += kLanes) {
+    const Vec v = load_up_to(row.logits + i, row.vocab - i), exponent = (v - row.max) / temperature;
+    const Mask heavy = at_least(weight_exp(exponent), splat(kept.min_weight));
+    const Mask chosen = (Mask)(kept.last.includes(v, row.ids(i)) & heavy);
+    store_up_to(out + i, choose(chosen, exponent, splat(-kInfinity)), row.vocab - i);
   }
-  gather(row, floor);
-  if (k < row.candidates.count) keep(row.candidates, last_of_prefix(row.candidates, row.work, k, CountOne{}));
-}
-
-// The mass that top-p asks for, in [1, total].
-int64_t target_mass(float top_p, int64_t total) {
-  const int64_t target = int64_t(__builtin_ceil(double(top_p) * double(total)));
-  return target < 1 ? 1 : target > total ? total : target;
-}
-
-// Candidates that may be in the nucleus: the others, at most `vocab` of weight below (total - target) / (2 vocab) each,
-// hold less than what the nucleus may leave out. The margins cover the exponential's last bits.
-void gather_nucleus(Row& row, const Scale& scale, int64_t total, int64_t target) {
-  const double cut = double(total - target) / (2.0 * double(row.vocab)) / kUnit;
-  double floor = -kInfinity;
-  if (cut > 0) {
-    floor = double(row.max) + double(scale.temperature) * (__builtin_log(cut) - 0.02);
-    floor -= 1e-6 * __builtin_fabs(double(row.max));
-  }
-  gather(row, floor < -double(__FLT_MAX__) ? -kInfinity : float(floor));
-}
-
-void keep_top_p(Row& row, int64_t target) {
-  keep(row.candidates, last_of_prefix(row.candidates, row.work, target, CountWeight{}));
 }
 
 int64_t sample_row(Row& row, const SampleArgs& a, int64_t r) {
-  if (!scan(row)) return -1;
-  if (a.greedy[r]) return first_of_max(row);
-  const uint64_t bits = random_bits(uint64_t(a.seed_keys[r]), uint64_t(a.positions[r]));
-  const Scale whole{row.max, a.temperature[r], 0.0f}, cut{row.max, a.temperature[r], a.min_p[r]};
-  const bool has_k = a.top_k[r] > 0 && a.top_k[r] < row.vocab, has_p = a.top_p[r] < 1.0f;
-  if (!has_k && !has_p) return draw_from_row(row, cut, bits);
-  Candidates& c = row.candidates;
-  if (has_k) {
-    keep_top_k(row, a.top_k[r]);
-    if (has_p) {
-      weigh(c, whole);
-      int64_t total = 0;
-      for (int64_t i = 0; i < c.count; ++i) total += quantise(c.weight[i]);
-      keep_top_p(row, target_mass(a.top_p[r], total));
-    }
-  } else {
-    const int64_t total = sum_blocks(row, whole), target = target_mass(a.top_p[r], total);
-    gather_nucleus(row, whole, total, target);
-    weigh(c, whole);
-    keep_top_p(row, target);
+  float* drawn = a.drawn_at != nullptr && a.drawn_at[r] >= 0 ? a.drawn + a.drawn_at[r] * a.vocab : nullptr;
+  if (a.greedy[r]) {
+    if (drawn != nullptr) copy_allowed(row.logits, drawn, row.vocab, nullptr, 0);
+    return first_of_max(row);
   }
-  weigh(c, cut);
-  return draw_from_candidates(c, bits);
+  const uint64_t bits = random_bits(uint64_t(a.seed_keys[r]), uint64_t(a.positions[r]));
+  Kept kept;
+  const int64_t id = draw(row, {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], bits}, kept);
+  if (drawn != nullptr) tell_drawn(row, a.temperature[r], kept, drawn);
+  return id;
 }
 
-// log softmax(logits) of each id, the sum of exponentials in float64 and taken once.
-void logprobs(const float* logits, int64_t vocab, const int64_t* ids, int64_t num_ids, float* out) {
-  float copy[kBlock];
-  Vec best = splat(-kInfinity);
-  IntVec nan{};
-  for (int64_t at = 0; at < vocab; at += kBlock) {
-    const float* block = whole_block(logits + at, vocab - at, copy);
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
-      const Vec v = load(block + i);
-      nan |= v != v;
-      best = larger(v, best);
-    }
-  }
-  const float max = max_lanes(best);
-  PartDouble sums[2] = {};
-  for (int64_t at = 0; at < vocab; at += kBlock) {
-    const float* block = whole_block(logits + at, vocab - at, copy);
-    for (int64_t i = 0; i < kBlock; i += kLanes) {
-      const Vec e = exp(load(block + i) - max);
-      sums[0] += widen(e, 0);
-      sums[1] += widen(e, 1);
-    }
-  }
-  const PartDouble sum = sums[0] + sums[1];
-  double total = 0;
-  for (int64_t i = 0; i < kLanes / 2; ++i) total += sum[i];
-  const double log_total = __builtin_log(total);
-  for (int64_t i = 0; i < num_ids; ++i) out[i] = float(double(logits[ids[i]]) - double(max) - log_total);
+// The edited row is scanned. If the edits leave nothing of what the mask allows, the mask alone counts.
+bool scan_edited(Row& row, const SampleArgs& a, int64_t r, float* edited) {
+  const float* logits = row.logits;
+  row.logits = edited;
+  if (!scan(row)) return false;
+  const int32_t* mask = mask_of(a.edits, r);
+  if (row.max > -kInfinity || mask == nullptr) return true;
+  copy_allowed(logits, edited, a.vocab, mask, a.edits.mask_words);
+  return scan(row);
 }
 
 }  // namespace
 
 void sample(const SampleArgs& args, int64_t row_begin, int64_t row_end) {
-  const int64_t blocks = (args.vocab + kBlock - 1) / kBlock;
-  Row row = make_row(args.vocab, static_cast<char*>(thread_scratch(scratch_bytes(args.vocab, blocks))));
+  bool some_edited = false;
+  for (int64_t r = row_begin; r < row_end; ++r) some_edited |= is_edited(args.edits, r);
+  const int64_t extra = some_edited ? aligned(args.vocab * 4) : 0;  // a copy of the row, and a count per id
+  char* scratch = static_cast<char*>(thread_scratch(size_t(row_bytes(args.vocab) + 2 * extra)));
+  Row row = make_row(args.vocab, scratch + 2 * extra);
+  float* edited = reinterpret_cast<float*>(scratch);
+  int32_t* counts = reinterpret_cast<int32_t*>(scratch + extra);
+  __builtin_memset(counts, 0, size_t(extra));
+  auto logits_of = [&](int64_t r) { return args.logits + (args.source == nullptr ? r : args.source[r]) * args.stride; };
   for (int64_t r = row_begin; r < row_end; ++r) {
-    row.logits = args.logits + r * args.stride;
-    args.ids[r] = sample_row(row, args, r);
+    row.logits = logits_of(r);
+    row.next = r + 1 < row_end ? logits_of(r + 1) : nullptr;
+    const bool is_changed = is_edited(args.edits, r);
+    if (is_changed && !edit(args.edits, r, row.logits, edited, args.vocab, counts)) {
+      args.ids[r] = -2;
+      continue;
+    }
+    const bool is_sound = is_changed ? scan_edited(row, args, r, edited) : scan(row);
+    args.ids[r] = is_sound && is_finite(row.max) ? sample_row(row, args, r) : -1;
   }
-}
-
-void logprobs_of(const LogprobArgs& args, int64_t row_begin, int64_t row_end) {
-  for (int64_t r = row_begin; r < row_end; ++r)
-    logprobs(args.logits + r * args.stride, args.vocab, args.ids + r * args.num_ids, args.num_ids,
-             args.logprobs + r * args.num_ids);
 }
 
 }  // namespace pagemill::PAGEMILL_LEVEL

@@ -1,35 +1,13 @@
-// sample and logprobs_of: argument checks and threads.
+// sample and sample_edited: argument checks and threads.
 #include <cmath>
 
-#include <torch/csrc/stable/ops.h>
-
-#include "check.h"
-#include "cpu/isa.h"
+#include "cpu/sampler_check.h"
 #include "op_list.h"
 
 namespace pagemill {
 namespace {
 
-constexpr int64_t kMaxVocab = int64_t(1) << 22;  // 2^22 weights of at most 2^40 sum without overflow
-
-void check_logits(const char* op, const Tensor& logits) {
-  check_cpu(op, "logits", logits);
-  check_shape(op, "logits", logits, "[rows, vocab]", {-1, -1});
-  check_dtype(op, "logits", logits, ScalarType::Float);
-  check_rows(op, "logits", logits);
-  if (logits.size(1) < 1 || logits.size(1) > kMaxVocab) {
-    fail(op, "logits", "wanted 1 to ", kMaxVocab, " columns, got ", shape_text(logits));
-  }
-}
-
-template <typename T>
-const T* per_row(const char* op, const char* argument, const Tensor& tensor, int64_t rows, ScalarType type) {
-  check_cpu(op, argument, tensor);
-  check_shape(op, argument, tensor, "[rows]", {rows});
-  if (!(type == ScalarType::Byte && tensor.scalar_type() == ScalarType::Bool)) check_dtype(op, argument, tensor, type);
-  check_contiguous(op, argument, tensor);
-  return reinterpret_cast<const T*>(bytes_of(tensor));
-}
+using Given = std::optional<Tensor>;
 
 void check_values(const char* op, const SampleArgs& a, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -46,6 +24,101 @@ void check_values(const char* op, const SampleArgs& a, int64_t rows) {
   }
 }
 
+SampleArgs base_args(const char* op, const Tensor& logits, int64_t rows, const Tensor& temperature,
+                     const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& greedy,
+                     const Tensor& seed_keys, const Tensor& positions) {
+  SampleArgs args{};
+  args.logits = reinterpret_cast<const float*>(bytes_of(logits));
+  args.stride = logits.stride(0);
+  args.vocab = logits.size(1);
+  args.temperature = elements<float>(op, "temperature", temperature, "[rows]", rows, ScalarType::Float);
+  args.top_k = elements<int32_t>(op, "top_k", top_k, "[rows]", rows, ScalarType::Int);
+  args.top_p = elements<float>(op, "top_p", top_p, "[rows]", rows, ScalarType::Float);
+  args.min_p = elements<float>(op, "min_p", min_p, "[rows]", rows, ScalarType::Float);
+  args.greedy = elements<uint8_t>(op, "greedy", greedy, "[rows]", rows, ScalarType::Byte);
+  args.seed_keys = elements<int64_t>(op, "seed_keys", seed_keys, "[rows]", rows, ScalarType::Long);
+  args.positions = elements<int64_t>(op, "positions", positions, "[rows]", rows, ScalarType::Long);
+  check_values(op, args, rows);
+  return args;
+}
+
+Tensor run(SampleArgs& args, const Tensor& logits, int64_t rows) {
+  Tensor ids = torch::stable::new_empty(logits, {rows}, ScalarType::Long);
+  args.ids = reinterpret_cast<int64_t*>(mutable_bytes_of(ids));
+  const KernelTable& table = kernels();
+  share_rows(rows, args.vocab, [&](int64_t begin, int64_t end) { table.sample(args, begin, end); });
+  return ids;
+}
+
+// Offsets [rows + 1] into `count` elements.
+const int64_t* starts(const char* op, const char* argument, const Tensor& tensor, int64_t rows, int64_t count) {
+  const auto* offsets = elements<int64_t>(op, argument, tensor, "[rows + 1]", rows + 1, ScalarType::Long);
+  for (int64_t r = 0; r <= rows; ++r) {
+    if (offsets[r] < (r ? offsets[r - 1] : 0) || offsets[r] > count) {
+      fail(op, argument, "wanted ascending offsets up to ", count, ", got ", offsets[r], " at ", r);
+    }
+  }
+  return offsets;
+}
+
+// A part of the edits is given whole or not at all.
+const Tensor& needed(const char* op, const char* argument, const Given& tensor) {
+  if (!tensor.has_value()) fail(op, argument, "wanted a tensor beside the others of its kind");
+  return *tensor;
+}
+
+void read_penalties(const char* op, LogitEdits& edits, int64_t rows, const Tensor& penalties, const Given& token_ids,
+                    const Given& token_starts, const Given& output_starts) {
+  check_cpu(op, "penalties", penalties);
+  check_shape(op, "penalties", penalties, "[rows, 3]", {rows, 3});
+  check_dtype(op, "penalties", penalties, ScalarType::Float);
+  check_contiguous(op, "penalties", penalties);
+  edits.penalties = reinterpret_cast<const float*>(bytes_of(penalties));
+  const Tensor& ids = needed(op, "token_ids", token_ids);
+  edits.token_ids = elements<int32_t>(op, "token_ids", ids, "[tokens]", -1, ScalarType::Int);
+  edits.token_starts = starts(op, "token_starts", needed(op, "token_starts", token_starts), rows, ids.size(0));
+  edits.output_starts = elements<int64_t>(op, "output_starts", needed(op, "output_starts", output_starts), "[rows]",
+                                          rows, ScalarType::Long);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!(edits.penalties[r * 3] > 0)) {
+      fail(op, "penalties", "wanted a positive repetition penalty, got ", edits.penalties[r * 3], " in row ", r);
+    }
+    if (edits.output_starts[r] < edits.token_starts[r] || edits.output_starts[r] > edits.token_starts[r + 1]) {
+      fail(op, "output_starts", "wanted an offset among the row's tokens, got ", edits.output_starts[r], " in row ", r);
+    }
+  }
+}
+
+void read_biases(const char* op, LogitEdits& edits, int64_t rows, const Tensor& bias_ids, const Given& bias_values,
+                 const Given& bias_starts) {
+  const int64_t count = bias_ids.numel();
+  edits.bias_ids = elements<int32_t>(op, "bias_ids", bias_ids, "[biases]", -1, ScalarType::Int);
+  edits.bias_values = elements<float>(op, "bias_values", needed(op, "bias_values", bias_values), "[biases]", count,
+                                      ScalarType::Float);
+  edits.bias_starts = starts(op, "bias_starts", needed(op, "bias_starts", bias_starts), rows, count);
+}
+
+void read_masks(const char* op, LogitEdits& edits, int64_t rows, const Tensor& masks, const Given& mask_of) {
+  check_cpu(op, "masks", masks);
+  check_shape(op, "masks", masks, "[masks, words]", {-1, -1});
+  check_dtype(op, "masks", masks, ScalarType::Int);
+  check_contiguous(op, "masks", masks);
+  edits.masks = reinterpret_cast<const int32_t*>(bytes_of(masks));
+  edits.mask_words = masks.size(1);
+  edits.mask_of = elements<int64_t>(op, "mask_of", needed(op, "mask_of", mask_of), "[rows]", rows, ScalarType::Long);
+  check_numbers(op, "mask_of", edits.mask_of, rows, -1, masks.size(0));
+}
+
+void read_drawn(const char* op, SampleArgs& args, int64_t rows, Tensor& drawn, const Given& drawn_at) {
+  check_cpu(op, "drawn", drawn);
+  check_shape(op, "drawn", drawn, "[., vocab]", {-1, args.vocab});
+  check_dtype(op, "drawn", drawn, ScalarType::Float);
+  check_contiguous(op, "drawn", drawn);
+  args.drawn = reinterpret_cast<float*>(mutable_bytes_of(drawn));
+  args.drawn_at = elements<int64_t>(op, "drawn_at", needed(op, "drawn_at", drawn_at), "[rows]", rows, ScalarType::Long);
+  check_numbers(op, "drawn_at", args.drawn_at, rows, -1, drawn.size(0));
+}
+
 }  // namespace
 
 Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
@@ -53,46 +126,28 @@ Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k,
   const char* op = "sample";
   check_logits(op, logits);
   const int64_t rows = logits.size(0);
-  SampleArgs args{};
-  args.logits = reinterpret_cast<const float*>(bytes_of(logits));
-  args.stride = logits.stride(0);
-  args.vocab = logits.size(1);
-  args.temperature = per_row<float>(op, "temperature", temperature, rows, ScalarType::Float);
-  args.top_k = per_row<int32_t>(op, "top_k", top_k, rows, ScalarType::Int);
-  args.top_p = per_row<float>(op, "top_p", top_p, rows, ScalarType::Float);
-  args.min_p = per_row<float>(op, "min_p", min_p, rows, ScalarType::Float);
-  args.greedy = per_row<uint8_t>(op, "greedy", greedy, rows, ScalarType::Byte);
-  args.seed_keys = per_row<int64_t>(op, "seed_keys", seed_keys, rows, ScalarType::Long);
-  args.positions = per_row<int64_t>(op, "positions", positions, rows, ScalarType::Long);
-  check_values(op, args, rows);
-  Tensor ids = torch::stable::new_empty(logits, {rows}, ScalarType::Long);
-  args.ids = reinterpret_cast<int64_t*>(mutable_bytes_of(ids));
-  const KernelTable& table = kernels();
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) { table.sample(args, begin, end); });
-  return ids;
+  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions);
+  return run(args, logits, rows);
 }
 
-Tensor logprobs_of(const Tensor logits, const Tensor ids) {
-  const char* op = "logprobs_of";
+Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p,
+                     const Tensor min_p, const Tensor greedy, const Tensor seed_keys, const Tensor positions,
+                     const Given source, const Given penalties, const Given token_ids, const Given token_starts,
+                     const Given output_starts, const Given bias_ids, const Given bias_values, const Given bias_starts,
+                     const Given masks, const Given mask_of, std::optional<Tensor> drawn, const Given drawn_at) {
+  const char* op = "sample_edited";
   check_logits(op, logits);
-  const int64_t rows = logits.size(0), vocab = logits.size(1);
-  check_cpu(op, "ids", ids);
-  check_shape(op, "ids", ids, "[rows, num_ids]", {rows, -1});
-  check_dtype(op, "ids", ids, ScalarType::Long);
-  check_contiguous(op, "ids", ids);
-  const int64_t num_ids = ids.size(1);
-  const auto* chosen = reinterpret_cast<const int64_t*>(bytes_of(ids));
-  for (int64_t i = 0; i < rows * num_ids; ++i) {
-    if (chosen[i] < 0 || chosen[i] >= vocab) {
-      fail(op, "ids", "wanted ids from 0 to ", vocab - 1, ", got ", chosen[i], " in row ", i / num_ids);
-    }
+  int64_t rows = 0;
+  const int64_t* numbers = check_source(op, source, logits, rows);
+  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions);
+  args.source = numbers;
+  if (penalties.has_value()) {
+    read_penalties(op, args.edits, rows, *penalties, token_ids, token_starts, output_starts);
   }
-  Tensor logprobs = torch::stable::new_empty(logits, {rows, num_ids}, ScalarType::Float);
-  const LogprobArgs args{reinterpret_cast<const float*>(bytes_of(logits)), logits.stride(0), vocab, num_ids, chosen,
-                         reinterpret_cast<float*>(mutable_bytes_of(logprobs))};
-  const KernelTable& table = kernels();
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) { table.logprobs_of(args, begin, end); });
-  return logprobs;
+  if (bias_ids.has_value()) read_biases(op, args.edits, rows, *bias_ids, bias_values, bias_starts);
+  if (masks.has_value()) read_masks(op, args.edits, rows, *masks, mask_of);
+  if (drawn.has_value()) read_drawn(op, args, rows, *drawn, drawn_at);
+  return run(args, logits, rows);
 }
 
 }  // namespace pagemill

@@ -1,5 +1,5 @@
 // Top-k and top-p without a sort: the shortest prefix of the ranking (logit descending, then id ascending) that
-// reaches a target, found by a histogram over the logits' range that is refined inside the bin where the target falls.
+// reaches a target. Candidates are split at one of their logits, and the part where the target falls is split again.
 #pragma once
 
 #include "cpu/sampler_weights.h"
@@ -7,40 +7,43 @@
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-constexpr int kBins = 1024;
 constexpr int64_t kFewEnough = 48;  // candidates left: rank them one by one
-
-// Candidates in ascending id order, as parallel arrays.
-struct Candidates {
-  float* logit;
-  float* weight;
-  int32_t* id;
-  int64_t count;
-};
 
 struct Rank {
   float logit;
   int32_t id;
+  PAGEMILL_INLINE Mask includes(Vec logits, IntVec ids) const {
+    return (Mask)(above(logits, splat(logit)) | (equal(logits, splat(logit)) & at_most(ids, id)));
+  }
   bool includes(float other_logit, int32_t other_id) const {
     return (other_logit > logit) | ((other_logit == logit) & (other_id <= id));
   }
 };
 
-// What a candidate adds towards the target.
-struct CountOne {
-  int64_t operator()(const Candidates&, int64_t) const { return 1; }
+// What candidates add towards the target: one each, or their weights.
+struct CountOnes {
+  int64_t num = 0;
+  PAGEMILL_INLINE void add(Vec, Mask chosen) { num += count(chosen); }
+  int64_t sum() const { return num; }
+  static int64_t of(const Candidates&, int64_t) { return 1; }
 };
-struct CountWeight {
-  int64_t operator()(const Candidates& c, int64_t i) const { return quantise(c.weight[i]); }
+struct SumWeights {
+  Mass mass;
+  PAGEMILL_INLINE void add(Vec weights, Mask chosen) { mass.add(only(chosen, weights)); }
+  int64_t sum() const { return mass.sum(); }
+  static int64_t of(const Candidates& c, int64_t i) { return quantise(c.weight[i]); }
 };
 
-// Appends candidate i of `from` if `wanted`. Without a branch, which would be mispredicted: it is always written, and
-// the next one overwrites it. So `to` may be `from` itself, or has room for one more.
-PAGEMILL_INLINE void append_if(Candidates& to, const Candidates& from, int64_t i, bool wanted) {
-  to.logit[to.count] = from.logit[i];
-  to.weight[to.count] = from.weight[i];
-  to.id[to.count] = from.id[i];
-  to.count += wanted;
+// Appends to `to` what `chosen(logits, ids)` names of `from`; `to` may begin where `from` does.
+template <class Chosen>
+PAGEMILL_INLINE void pick(Candidates& to, const Candidates& from, const Chosen& chosen) {
+  to.count = 0;
+  for (int64_t i = 0; i < from.count; i += kLanes) {
+    const Vec logits = load(from.logit + i);
+    const IntVec ids = load_words(from.id + i);
+    to.append(logits, load(from.weight + i), ids, chosen(logits, ids));
+  }
+  to.close();
 }
 
 inline void swap(Candidates& c, int64_t i, int64_t j) {
@@ -70,65 +73,64 @@ inline void rank_all(Candidates& c) {
   }
 }
 
-struct Bins {
-  float top, scale;
-  bool usable, equal;
-  explicit Bins(const Candidates& c) {
-    Vec highs = splat(c.logit[0]), negated_lows = -highs;
-    int64_t i = 0;
-    for (; i + kLanes <= c.count; i += kLanes) {
-      highs = larger(load(c.logit + i), highs);
-      negated_lows = larger(-load(c.logit + i), negated_lows);
-    }
-    for (; i < c.count; ++i) {
-      highs = larger(splat(c.logit[i]), highs);
-      negated_lows = larger(splat(-c.logit[i]), negated_lows);
-    }
-    const float high = max_lanes(highs), low = -max_lanes(negated_lows);
-    top = high;
-    scale = float(kBins - 1) / (high - low);
-    equal = high == low;
-    usable = scale > 0 && scale < 1e30f;  // not when all are equal, nor when the range overflows
+// The median of a few logits from all over the list.
+inline float pivot_of(const Candidates& c) {
+  constexpr int64_t kLooks = 15;
+  float looks[kLooks];
+  for (int64_t i = 0; i < kLooks; ++i) {
+    const float logit = c.logit[i * (c.count - 1) / (kLooks - 1)];
+    int64_t at = i;
+    for (; at > 0 && looks[at - 1] < logit; --at) looks[at] = looks[at - 1];
+    looks[at] = logit;
   }
-  int operator()(float logit) const {  // monotone, as every rounding in it is
-    const float position = (top - logit) * scale;
-    return position < float(kBins - 1) ? int(position) : kBins - 1;
-  }
-};
+  return looks[kLooks / 2];
+}
 
 // The last member of the shortest prefix whose amounts reach `target` (at most the total). `work` has room for all
 // of `from`; `from` is not changed.
 template <class Amount>
-Rank last_of_prefix(const Candidates& from, Candidates work, int64_t target, Amount amount) {
+Rank last_of_prefix(const Candidates& from, Candidates work, int64_t target) {
   Candidates active = from;
-  bool ranked = false;
-  for (;;) {
-    const Bins bins(active);
-    ranked = bins.equal;  // then the ids, already in order, decide
-    if (active.count <= kFewEnough || !bins.usable) break;
-    int64_t sums[kBins] = {};
-    for (int64_t i = 0; i < active.count; ++i) sums[bins(active.logit[i])] += amount(active, i);
-    int chosen = 0;
-    while (chosen < kBins - 1 && sums[chosen] < target) target -= sums[chosen++];
-    const int64_t before_count = active.count;
-    work.count = 0;
-    for (int64_t i = 0; i < before_count; ++i) append_if(work, active, i, bins(active.logit[i]) == chosen);
+  while (active.count > kFewEnough) {
+    const float pivot = pivot_of(active);
+    Amount higher, same;
+    for (int64_t i = 0; i < active.count; i += kLanes) {
+      const Vec logits = load(active.logit + i), weights = load(active.weight + i);
+      higher.add(weights, above(logits, splat(pivot)));
+      same.add(weights, equal(logits, splat(pivot)));
+    }
+    int64_t missing = target - higher.sum();
+    if (missing <= 0) {
+      pick(work, active, [&](Vec logits, IntVec) { return above(logits, splat(pivot)); });
+    } else if (missing <= same.sum()) {  // equal ones rank by their ids, in whose order they are
+      for (int64_t i = 0;; ++i) {
+        if (active.logit[i] == pivot && (missing -= Amount::of(active, i)) <= 0) return {pivot, active.id[i]};
+      }
+    } else {
+      target = missing - same.sum();
+      pick(work, active, [&](Vec logits, IntVec) { return above(splat(pivot), logits); });
+    }
     active = work;
   }
   if (active.logit != work.logit) {
-    work.count = 0;
-    for (int64_t i = 0; i < active.count; ++i) append_if(work, active, i, true);
+    pick(work, active, [&](Vec logits, IntVec) { return equal(logits, logits); });
+    active = work;
   }
-  if (!ranked) rank_all(work);
+  rank_all(active);
   int64_t last = 0;
-  for (int64_t sum = amount(work, 0); sum < target && last + 1 < work.count;) sum += amount(work, ++last);
-  return {work.logit[last], work.id[last]};
+  for (int64_t sum = Amount::of(active, 0); sum < target && last + 1 < active.count;) sum += Amount::of(active, ++last);
+  return {active.logit[last], active.id[last]};
 }
 
 inline void keep(Candidates& c, const Rank& last) {
-  const int64_t count = c.count;
-  c.count = 0;
-  for (int64_t i = 0; i < count; ++i) append_if(c, c, i, last.includes(c.logit[i], c.id[i]));
+  const Candidates all = c;
+  pick(c, all, [&](Vec logits, IntVec ids) { return last.includes(logits, ids); });
+}
+
+inline int64_t total_weight(const Candidates& c) {
+  Mass mass;
+  for (int64_t i = 0; i < c.count; i += kLanes) mass.add(load(c.weight + i));
+  return mass.sum();
 }
 
 }  // namespace

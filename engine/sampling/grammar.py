@@ -1,4 +1,4 @@
-"""Which tokens a row's grammar lets follow, as the last processor of its logits.
+"""Which tokens a row's grammar lets follow, as a mask over the vocabulary.
 
 A row's state follows from its output tokens alone: it is built when the row first samples and caught up with the
 tokens it has not seen, so that preemption and forks have nothing to hand on. Until the thinking ends (if there is
@@ -8,15 +8,17 @@ any) the grammar sleeps; the end is found in the bytes of the output, however th
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from engine import ops
 from engine.batch import RowOutput
 from engine.grammar_complaints import fault_of_the_grammar
 from engine.sampling.logits import RowContext
@@ -28,6 +30,7 @@ logger = logging.getLogger("pagemill.engine")
 GRAMMAR_FAILED = RowOutput(error="The grammar of this request failed while its text was made.")
 BITS = 32  # per word of a mask
 MAX_LOGGED = 300  # characters of a complaint
+Int64s = npt.NDArray[np.int64]
 MAX_GAP = 2  # tokens of line breaks between the thinking and the form
 
 
@@ -139,6 +142,16 @@ class GrammarRow:
             self.phase = Phase.GRAMMAR
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """masks: rows of a step whose grammar is awake have one. banned: ids, by row of the step. failed: by row, the end
+    of each whose grammar failed."""
+
+    masks: ops.Masks | None = None
+    banned: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    failed: Mapping[int, RowOutput] = field(default_factory=dict)
+
+
 class GrammarRows:
     """The grammar rows among all rows of a runner. Memory for masks is taken with the first grammar.
 
@@ -154,25 +167,30 @@ class GrammarRows:
         """The row is free, or another sequence has it from now on."""
         self._rows[row] = None
 
-    def mask(
-        self, logits: Tensor, raw: dict[int, Tensor], rows: Sequence[int], contexts: Sequence[RowContext]
-    ) -> dict[int, RowOutput]:
-        """Ban what the grammars do not let follow. By index, the end of each row whose grammar failed.
-
-        logits: [len(rows), vocab] float32, changed in place. raw: by index the row's logits before any processor,
-        which count where another ban leaves nothing that the grammar allows. rows, contexts: as for `Sampler`."""
-        asking = [i for i, context in enumerate(contexts) if context.params.structured is not None]
+    def mask(self, rows: Int64s, contexts: Mapping[int, RowContext], vocab_size: int) -> Told:
+        """What the grammars among `contexts` say. rows: [n], of the step; contexts: by index into rows; vocab_size:
+        ids that may be sampled."""
+        asking = [i for i, context in contexts.items() if context.params.structured is not None]
         if not asking:
-            return {}
-        states = {i: state for i in asking if (state := self._caught_up(rows[i], contexts[i])) is not None}
+            return Told()
+        states = {i: state for i in asking if (state := self._caught_up(int(rows[i]), contexts[i])) is not None}
         self._compute(states)
         failed = {i: GRAMMAR_FAILED for i in asking if i not in states}
+        banned: dict[int, Sequence[int]] = {}
+        of = np.full(len(rows), -1, dtype=np.int64)
         for i, state in states.items():
             if state.failed:
                 failed[i] = self._end_of(state, contexts[i].params)
+            elif state.phase is Phase.THINKING:  # an end here would leave the form empty
+                assert self._store is not None
+                banned[i] = self._store.eos_token_ids
             else:
-                self._apply(i, state, logits[i], raw[i], contexts[i])
-        return failed
+                self._complete(self._mask_table()[i].view(np.uint32), state, contexts[i].params, vocab_size)
+                of[i] = i
+        masks = None
+        if (of >= 0).any():
+            masks = ops.Masks(torch.from_numpy(self._mask_table()), torch.from_numpy(of))
+        return Told(masks, banned, failed)
 
     def _end_of(self, state: GrammarRow, params: SamplingParams) -> RowOutput:
         """Of a row whose matcher gave up: the client's grammar is at fault where it met a limit or a dead end."""
@@ -234,28 +252,26 @@ class GrammarRows:
             assert self._store is not None
             words = -(-self._store.mask_size // BITS)
             self._masks = np.zeros((len(self._rows), words), dtype=np.int32)
-            self._bit = torch.from_numpy((1 << np.arange(BITS, dtype=np.int64)).astype(np.uint32).view(np.int32))
-            self._bits = torch.empty((words, BITS), dtype=torch.int32)
-            self._banned = torch.empty((words, BITS), dtype=torch.bool)
         return self._masks
 
-    def _apply(self, index: int, state: GrammarRow, logits: Tensor, raw: Tensor, context: RowContext) -> None:
+    def _complete(
+        self, mask: npt.NDArray[np.uint32], state: GrammarRow, params: SamplingParams, vocab_size: int
+    ) -> None:
+        """Change the mask, [words], by what a grammar does not know."""
         assert self._store is not None
-        eos = list(self._store.eos_token_ids)
-        if state.phase is Phase.THINKING:  # an end here would leave the form empty
-            logits[eos] = -torch.inf
-            return
-        masks = self._mask_table()
-        torch.bitwise_and(torch.from_numpy(masks[index]).unsqueeze(1), self._bit, out=self._bits)
-        torch.eq(self._bits, 0, out=self._banned)
-        banned = self._banned.view(-1)[: logits.shape[0]]
         if state.matcher is None:
-            banned.fill_(True)
+            mask.fill(0)
         if beside := state.allowed_beside:
-            banned[beside] = False
-        if context.params.ignore_eos and int(banned.sum()) < len(banned) - len(eos):
-            banned[eos] = True
-        logits.masked_fill_(banned, -torch.inf)
-        if bool(logits.max() == -torch.inf):  # another ban covers all that may follow: the form wins
-            logits.copy_(raw)
-            logits.masked_fill_(banned, -torch.inf)
+            ids = np.array(beside)
+            np.bitwise_or.at(mask, ids // BITS, _bits(ids))
+        eos = np.array(self._store.eos_token_ids, dtype=np.int64)
+        if params.ignore_eos and _num_allowed(mask, vocab_size) > len(eos):
+            np.bitwise_and.at(mask, eos // BITS, ~_bits(eos))
+
+
+def _bits(ids: Int64s) -> npt.NDArray[np.uint32]:
+    return np.left_shift(np.uint32(1), (ids % BITS).astype(np.uint32))
+
+
+def _num_allowed(mask: npt.NDArray[np.uint32], vocab_size: int) -> int:
+    return int(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].sum())

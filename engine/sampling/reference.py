@@ -7,6 +7,7 @@ only where the definition says so, in the exponent and its exponential.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,37 @@ class Draw:
     greedy: bool = False
     seed_key: int = 0
     position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """How one row is changed before its draw. allowed: the ids a mask leaves; None: no mask."""
+
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: frozenset[int] | None = None
+
+
+def edited(logits: Float32s, edits: Edits) -> Float32s:
+    """A changed copy of one row [vocab]: penalties, then biases, then the mask, in float32. Where that leaves nothing
+    of what the mask allows, the mask alone counts."""
+    row = logits.copy()
+    for i in {*edits.prompt_ids, *edits.output_ids}:
+        row[i] = row[i] / _f(edits.repetition) if row[i] > 0 else row[i] * _f(edits.repetition)
+    for i, count in Counter(edits.output_ids).items():
+        row[i] -= _f(edits.presence) + _f(edits.frequency) * _f(count)
+    for i, bias in edits.bias:
+        row[i] += _f(bias)
+    if edits.allowed is None:
+        return row
+    banned = np.ones(len(row), dtype=np.bool_)
+    banned[[i for i in edits.allowed if i < len(row)]] = False
+    row[banned] = -np.inf
+    return row if row.max() > -np.inf else np.where(banned, _f(-np.inf), logits)
 
 
 def exponential(d: Float32s) -> Float32s:

@@ -1,13 +1,12 @@
-"""Logits to token ids: processors, one native draw for all rows, logprobs.
+"""Logits to token ids: one native call that edits and draws all rows, another for the logprobs that were asked for.
 
-Order per row: processors on the logits, the grammar's mask, temperature, top-k, top-p, min-p, draw
+Order per row: penalties, biases and bans, the grammar's mask, temperature, top-k, top-p, min-p, draw
 (docs/randomness.md). Rows never look at each other.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +18,8 @@ from engine import ops
 from engine.batch import RowOutput
 from engine.beam import num_candidates
 from engine.sampling.grammar import GrammarRows
-from engine.sampling.logits import PROCESSORS, RowContext, needs_processing
-from engine.sampling.logprobs import alternatives, drawn_from
+from engine.sampling.logits import Float32s, Int32s, RowContext, bias_of, biases, is_special, penalties
+from engine.sampling.logprobs import Question, answers
 from engine.sampling_params import SamplingParams
 from engine.structured import GrammarStore
 
@@ -28,6 +27,9 @@ logger = logging.getLogger("pagemill.engine")
 
 NON_FINITE = "The model produced logits that are not finite."
 NOT_PROCESSED = "The request's sampling parameters could not be applied."
+ERRORS = {-1: RowOutput(error=NON_FINITE), -2: RowOutput(error=NOT_PROCESSED)}
+
+Int64s = npt.NDArray[np.int64]
 
 
 class SamplingRows:
@@ -36,6 +38,8 @@ class SamplingRows:
     def __init__(self, num_rows: int) -> None:
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[tuple[int, ...]] = [()] * num_rows
+        self.bias: list[tuple[Int32s, Float32s] | None] = [None] * num_rows
+        self.is_special = np.zeros(num_rows, dtype=np.bool_)  # more is to be done than drawing
         self.temperature = np.ones(num_rows, dtype=np.float32)
         self.top_k = np.zeros(num_rows, dtype=np.int32)
         self.top_p = np.ones(num_rows, dtype=np.float32)
@@ -46,6 +50,8 @@ class SamplingRows:
     def set(self, row: int, params: SamplingParams, seed_key: int, eos_token_ids: tuple[int, ...]) -> None:
         self.params[row] = params
         self.eos_token_ids[row] = eos_token_ids
+        self.bias[row] = bias_of(params)
+        self.is_special[row] = is_special(params)
         self.temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self.top_k[row] = min(max(params.top_k, 0), 2**31 - 1)
         self.top_p[row] = params.top_p
@@ -68,78 +74,108 @@ class Sampler:
         self.vocab_size = vocab_size
 
     def sample(
-        self, logits: Tensor, source: npt.NDArray[np.int64], rows: Sequence[int], contexts: Sequence[RowContext]
+        self,
+        logits: Tensor,  # [num_logits, vocab], float32; only read
+        source: Int64s,  # [n]: the logits row that each row samples from
+        rows: Int64s,  # [n]
+        lengths: Int64s,  # [n]: tokens of each row; the new one goes to this position
+        token_ids: Int32s,  # [num_rows, max_len], all rows' tokens
+        num_prompt_tokens: Int32s,  # [num_rows]
     ) -> list[RowOutput]:
-        """logits [num_logits, vocab] float32; source[i] is the logits row that rows[i] samples from.
-
-        The token of rows[i] goes to position len(contexts[i].token_ids). Rows with processors are changed in
-        `logits` and put back."""
+        """One output per row: one token, a beam search's candidates, or an error that is this row's alone."""
         logits = logits[:, : self.vocab_size]
-        if len(rows) != len(logits):
-            logits = logits[torch.from_numpy(source)]
-        touched = [i for i, row in enumerate(rows) if needs_processing(self.rows.of(row))]
-        raw = logits[touched]  # a copy: logprobs are those of the raw logits, unless asked otherwise
-        failed = {i: RowOutput(error=NOT_PROCESSED) for i in touched if not _process(logits[i], contexts[i])}
-        failed |= self.grammars.mask(logits, dict(zip(touched, raw, strict=True)), rows, contexts)
-        ids = self._draw(logits, rows, contexts)
-        processed = [(i, drawn_from(logits[i], c.params)) for i, c in enumerate(contexts) if _tells_drawn(c.params)]
-        logits[touched] = raw
-        for i, row in processed:
-            logits[i] = row
-        # a row that failed has id -1; its logprob is not read
-        logprobs = ops.logprobs_of(logits, ids.clamp(min=0).unsqueeze(1))[:, 0].tolist()
-        outputs = [
-            self._output(logits[i], token_id, logprobs[i], contexts[i].params)
-            for i, token_id in enumerate(ids.tolist())
-        ]
-        for i, context in enumerate(contexts):
-            if context.params.beam is not None and outputs[i].error is None:
-                outputs[i] = _candidates(logits[i], context)
-        for i, end in failed.items():
+        special = np.flatnonzero(self.rows.is_special[rows]).tolist()
+        if not special:
+            ids = self._draw(logits, source, rows, lengths).tolist()
+            return [RowOutput((token_id,)) if token_id >= 0 else ERRORS[token_id] for token_id in ids]
+        contexts = {}
+        for i in special:
+            row = int(rows[i])
+            tokens, num_prompt = token_ids[row, : lengths[i]], int(num_prompt_tokens[row])
+            contexts[i] = RowContext(self.rows.of(row), tokens, num_prompt, self.rows.eos_token_ids[row])
+        return self._sample_special(logits, source, rows, lengths, contexts)
+
+    def _sample_special(
+        self, logits: Tensor, source: Int64s, rows: Int64s, lengths: Int64s, contexts: dict[int, RowContext]
+    ) -> list[RowOutput]:
+        """contexts: of the special rows, in ascending order."""
+        told = self.grammars.mask(rows, contexts, self.vocab_size)
+        banned = {i: context.banned for i, context in contexts.items() if context.banned}
+        banned |= {i: (*banned.get(i, ()), *ids) for i, ids in told.banned.items()}
+        given = {i: bias for i in contexts if (bias := self.rows.bias[rows[i]]) is not None}
+        drawn_rows = [i for i, context in contexts.items() if _tells_drawn(context.params)]
+        drawn = self._drawn(drawn_rows, len(rows)) if drawn_rows else None
+        ids = self._draw(
+            logits, source, rows, lengths, penalties=penalties(contexts, len(rows)),
+            biases=biases(given, banned, len(rows)), masks=told.masks, drawn=drawn,
+        ).tolist()  # fmt: skip
+        outputs = [RowOutput((token_id,)) if token_id >= 0 else ERRORS[token_id] for token_id in ids]
+        for i, end in told.failed.items():
             outputs[i] = end
-        for i, output in enumerate(outputs):
-            if contexts[i].params.structured is not None and self.grammars.take(rows[i], output.token_ids):
-                outputs[i] = replace(output, ends=True)
+        asked = {i: context for i, context in contexts.items() if outputs[i].error is None}
+        raw = {i: _question(int(source[i]), ids[i], c) for i, c in asked.items() if i not in drawn_rows}
+        processed = {i: _question(at, ids[i], contexts[i]) for at, i in enumerate(drawn_rows) if i in asked}
+        _tell(outputs, logits, {i: q for i, q in raw.items() if q is not None}, contexts)
+        if drawn is not None:
+            _tell(outputs, drawn.logits, {i: q for i, q in processed.items() if q is not None}, contexts)
+        for i, context in asked.items():
+            if context.params.structured is not None and self.grammars.take(int(rows[i]), outputs[i].token_ids):
+                outputs[i] = replace(outputs[i], ends=True)
         return outputs
 
-    def _draw(self, logits: Tensor, rows: Sequence[int], contexts: Sequence[RowContext]) -> Tensor:
-        table, index = self.rows, np.asarray(rows, dtype=np.int64)
+    def _drawn(self, told: list[int], num_rows: int) -> ops.Drawn:
+        of = np.full(num_rows, -1, dtype=np.int64)
+        of[told] = np.arange(len(told))
+        return ops.Drawn(torch.empty((len(told), self.vocab_size)), torch.from_numpy(of))
+
+    def _draw(
+        self,
+        logits: Tensor,
+        source: Int64s,
+        rows: Int64s,
+        lengths: Int64s,
+        *,
+        penalties: ops.Penalties | None = None,
+        biases: ops.Biases | None = None,
+        masks: ops.Masks | None = None,
+        drawn: ops.Drawn | None = None,
+    ) -> Tensor:
+        table = self.rows
         return ops.sample(
             logits,
-            torch.from_numpy(table.temperature[index]),
-            torch.from_numpy(table.top_k[index]),
-            torch.from_numpy(table.top_p[index]),
-            torch.from_numpy(table.min_p[index]),
-            torch.from_numpy(table.greedy[index]),
-            torch.from_numpy(table.seed_key[index].view(np.int64)),
-            torch.tensor([len(c.token_ids) for c in contexts], dtype=torch.int64),
+            torch.from_numpy(table.temperature[rows]),
+            torch.from_numpy(table.top_k[rows]),
+            torch.from_numpy(table.top_p[rows]),
+            torch.from_numpy(table.min_p[rows]),
+            torch.from_numpy(table.greedy[rows]),
+            torch.from_numpy(table.seed_key[rows].view(np.int64)),
+            torch.from_numpy(lengths),
+            source=None if len(rows) == len(logits) else torch.from_numpy(source),
+            penalties=penalties,
+            biases=biases,
+            masks=masks,
+            drawn=drawn,
         )
 
-    @staticmethod
-    def _output(logits: Tensor, token_id: int, logprob: float, params: SamplingParams) -> RowOutput:
-        if token_id < 0:
-            return RowOutput(error=NON_FINITE)
-        top = None
-        if params.logprobs is not None:
-            top = (alternatives(logits, params.logprobs, params.logprob_token_ids),)
-        return RowOutput(token_ids=(token_id,), logprobs=(logprob,), top_logprobs=top)
+
+def _question(row: int, token_id: int, context: RowContext) -> Question | None:
+    params = context.params
+    if params.beam is not None:
+        return Question(row, 0, num_candidates(params, context.eos_token_ids))
+    if params.logprobs is None:
+        return None
+    return Question(row, token_id, params.logprobs, params.logprob_token_ids)
 
 
-def _candidates(logits: Tensor, context: RowContext) -> RowOutput:
-    """What a beam search may go on with after this row; logits: [vocab], as the model made them."""
-    count = num_candidates(context.params, context.eos_token_ids)
-    return RowOutput(top_logprobs=(alternatives(logits, count),))
-
-
-def _process(logits: Tensor, context: RowContext) -> bool:
-    """Change one row in place. False if its parameters cannot be applied: that is this request's trouble alone."""
-    try:
-        for processor in PROCESSORS:
-            processor(logits, context)
-    except (IndexError, ValueError, RuntimeError) as error:
-        logger.error("sampling parameters could not be applied", exc_info=error)
-        return False
-    return True
+def _tell(
+    outputs: list[RowOutput], logits: Tensor, questions: dict[int, Question], contexts: dict[int, RowContext]
+) -> None:
+    """Put what was asked into the outputs; a beam search's row has no token of its own, only its candidates."""
+    for i, (logprob, top) in zip(questions, answers(logits, list(questions.values())), strict=True):
+        if contexts[i].params.beam is not None:
+            outputs[i] = RowOutput(top_logprobs=(top,))
+        else:
+            outputs[i] = RowOutput(outputs[i].token_ids, (logprob,), (top,))
 
 
 def _tells_drawn(params: SamplingParams) -> bool:

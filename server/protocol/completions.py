@@ -98,11 +98,15 @@ class CompletionRequest(GenerationRequest):
     def sampling_params(
         self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """As for all; a completion has no reasoning, so the form holds from its first token."""
+        """As for all; a completion has no reasoning, so the form holds from its first token. The best of several are
+        told by their logprobs, asked for or not."""
+        n = None if self.best_of is None or self.use_beam_search else self.best_of
+        if logprobs is None and n is not None and n > self.num_told:
+            logprobs = 0
         params = super().sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
         return replace(
             params,
-            n=params.n if self.best_of is None or self.use_beam_search else self.best_of,
+            n=n or params.n,
             prompt_logprobs=self.num_prompt_alternatives,
             structured=structured_output(self),
         )

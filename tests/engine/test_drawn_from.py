@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.logprobs import drawn_from
+from engine import ops
 from engine.sampling.reference import Draw, candidates
 from engine.sampling_params import SamplingParams
 from tests.engine.test_sampler import VOCAB, greedy, rising, sample
@@ -27,6 +27,30 @@ CUTS = [
     {"min_p": 1.0},
     {"top_k": 300, "top_p": 0.7, "min_p": 0.01},
 ]
+
+
+def drawn_from(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What the compiled sampler says it drew the one row [vocab] from, on every level."""
+    told = []
+    for level in ops.isa_levels():
+        ops.set_isa(level)
+        drawn = ops.Drawn(torch.full((1, len(logits)), torch.nan), torch.zeros(1, dtype=torch.int64))
+        ids = ops.sample(
+            logits[None],
+            torch.tensor([params.temperature], dtype=torch.float32),
+            torch.tensor([params.top_k], dtype=torch.int32),
+            torch.tensor([params.top_p], dtype=torch.float32),
+            torch.tensor([params.min_p], dtype=torch.float32),
+            torch.tensor([params.greedy]),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int64),
+            drawn=drawn,
+        )
+        assert drawn.logits[0, int(ids)] > -torch.inf
+        told.append(drawn.logits[0])
+    ops.set_isa("auto")
+    assert all(torch.equal(each, told[0]) for each in told)
+    return told[0]
 
 
 def expected(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine.batch import RowOutput
-from engine.sampling.logits import RowContext
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 
@@ -26,12 +25,12 @@ def sample(
     vocab_size: int = VOCAB,
 ) -> list[RowOutput]:
     sampler = Sampler(len(params), vocab_size)
-    ids = np.array(tokens or [1, 2], dtype=np.int32)
-    contexts = []
+    rows = np.arange(len(params))
+    ids = np.tile(np.array(tokens or [1, 2], dtype=np.int32), (len(params), 1))
     for row, each in enumerate(params):
         sampler.rows.set(row, each, row, eos)
-        contexts.append(RowContext(each, ids, num_prompt_tokens, eos))
-    return sampler.sample(logits, np.arange(len(params)), list(range(len(params))), contexts)
+    lengths = np.full(len(params), ids.shape[1])
+    return sampler.sample(logits, rows, rows, lengths, ids, np.full(len(params), num_prompt_tokens, dtype=np.int32))
 
 
 def greedy(**fields: Any) -> SamplingParams:
@@ -89,14 +88,49 @@ def test_ids_past_the_tokenizers_vocabulary_are_never_sampled() -> None:
     assert sample(rising(), [greedy()], vocab_size=40)[0].token_ids == (39,)
 
 
-def test_two_rows_may_share_one_logits_row() -> None:
-    sampler = Sampler(2, VOCAB)
-    params = SamplingParams(seed=1)
-    context = RowContext(params, np.array([1], dtype=np.int32), 1, ())
-    for row in (0, 1):
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_rows_may_share_one_logits_row_and_stand_anywhere(logprobs: int | None) -> None:
+    sampler = Sampler(5, VOCAB)
+    params = SamplingParams(seed=1, logprobs=logprobs)
+    for row in range(5):
         sampler.rows.set(row, params, 17 + row, ())
-    outputs = sampler.sample(torch.zeros(1, VOCAB), np.array([0, 0]), [0, 1], [context, context])
-    assert outputs[0].token_ids != outputs[1].token_ids
+    logits = torch.stack([torch.zeros(VOCAB), rising()[0] * 100])
+    ids, ones = np.ones((5, 1), dtype=np.int32), np.ones(5, dtype=np.int32)
+    outputs = sampler.sample(logits, np.array([0, 1, 0]), np.array([4, 0, 2]), np.ones(3, dtype=np.int64), ids, ones)
+    assert outputs[0].token_ids != outputs[2].token_ids
+    assert outputs[1].token_ids == (49,)
+    if logprobs is not None:
+        assert [o.top_logprobs[0].token_ids for o in outputs if o.top_logprobs] == [(0,), (49,), (0,)]
+
+
+def test_logprobs_are_told_where_they_are_asked_for() -> None:
+    outputs = sample(rising(3), [greedy(), greedy(logprobs=0), greedy(logit_bias=((1, 1.0),))])
+    assert [len(output.logprobs) for output in outputs] == [0, 1, 0]
+    assert outputs[1].top_logprobs is not None
+    assert outputs[1].top_logprobs[0].token_ids == ()
+
+
+def test_named_ids_follow_the_alternatives_once() -> None:
+    [output] = sample(rising(), [greedy(logprobs=2, logprob_token_ids=(3, 49, 3, 7))])
+    assert output.top_logprobs is not None
+    assert output.top_logprobs[0].token_ids == (49, 48, 3, 7)
+    wanted = torch.log_softmax(rising().double(), -1)[0][[49, 48, 3, 7]]
+    assert output.top_logprobs[0].logprobs == pytest.approx(wanted.tolist(), abs=1e-6)
+
+
+def test_rows_with_different_edits_keep_to_their_own() -> None:
+    tokens = [5, 6, 49, 49]
+    params = [
+        greedy(),
+        greedy(repetition_penalty=2.0),
+        greedy(logit_bias=((7, 9.0), (8, 9.5))),
+        greedy(frequency_penalty=2.0, logit_bias=((48, -1.0),)),
+        greedy(min_tokens=3, stop_token_ids=(48,)),
+        greedy(min_tokens=2),
+    ]
+    assert [output.token_ids for output in sample(rising(6), params, tokens, eos=(49,))] == [
+        (49,), (48,), (8,), (47,), (47,), (49,),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

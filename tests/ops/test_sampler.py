@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.sampling.philox import seed_key, uniform
-from engine.sampling.reference import Draw, candidates, exponential, weights
+from engine.sampling.reference import Draw, Edits, candidates, edited, exponential, weights
 from engine.sampling.reference import sample as reference_sample
 
 LEVELS = ops.isa_levels()
@@ -27,7 +28,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     ops.set_isa("auto")
 
 
-def native(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def native(logits: Tensor, draws: Sequence[Draw], **parts: Any) -> list[int]:
     keys = np.array([d.seed_key for d in draws], dtype=np.uint64).view(np.int64)
     return ops.sample(
         logits,
@@ -38,6 +39,7 @@ def native(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         torch.tensor([d.greedy for d in draws], dtype=torch.bool),
         torch.from_numpy(keys),
         torch.tensor([d.position for d in draws], dtype=torch.int64),
+        **parts,
     ).tolist()
 
 
@@ -225,6 +227,122 @@ def test_strided_rows_and_no_rows(level: str) -> None:
     assert native(wide[:0], []) == []
 
 
+# ---- edits before the draw ------------------------------------------------------------------------------------
+
+
+def packed(edits: Sequence[Edits], vocab: int) -> dict[str, Any]:
+    """What `ops.sample` takes for these edits of its rows."""
+    tokens = [(*e.prompt_ids, *e.output_ids) for e in edits]
+    starts = torch.tensor([0, *np.cumsum([len(t) for t in tokens]).tolist()])
+    bias_starts = torch.tensor([0, *np.cumsum([len(e.bias) for e in edits]).tolist()])
+    words = np.zeros((len(edits), -(-vocab // 32)), dtype=np.uint32)
+    for mask, edit in zip(words, edits, strict=True):
+        for i in edit.allowed or ():
+            mask[i // 32] |= np.uint32(1 << i % 32)
+    return {
+        "penalties": ops.Penalties(
+            torch.tensor([[e.repetition, e.presence, e.frequency] for e in edits]),
+            torch.tensor([i for t in tokens for i in t], dtype=torch.int32),
+            starts,
+            starts[:-1] + torch.tensor([len(e.prompt_ids) for e in edits]),
+        ),
+        "biases": ops.Biases(
+            torch.tensor([i for e in edits for i, _ in e.bias], dtype=torch.int32),
+            torch.tensor([b for e in edits for _, b in e.bias], dtype=torch.float32),
+            bias_starts,
+        ),
+        "masks": ops.Masks(
+            torch.from_numpy(words.view(np.int32)),
+            torch.tensor([-1 if e.allowed is None else i for i, e in enumerate(edits)]),
+        ),
+    }
+
+
+@st.composite
+def edit_cases(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], list[Edits]]:
+    vocab, rows = draw(st.sampled_from([1, 7, 31, 32, 33, 200])), draw(st.integers(1, 4))
+    values = st.sampled_from([-2.5, -1.0, -0.0, 0.0, 0.5, 3.0, -np.inf])
+    logits = draw(st.lists(st.lists(values, min_size=vocab, max_size=vocab), min_size=rows, max_size=rows))
+    ids = st.integers(0, vocab - 1)
+    some, number = st.lists(ids, max_size=12).map(tuple), st.floats(-2, 2, width=32)
+    edit = st.builds(
+        Edits,
+        prompt_ids=some,
+        output_ids=some,
+        repetition=st.sampled_from([1.0, 1.25, 0.5, 3.0]),
+        presence=number,
+        frequency=number,
+        bias=st.dictionaries(ids, st.one_of(number, st.just(-np.inf)), max_size=4).map(lambda d: tuple(d.items())),
+        allowed=st.one_of(st.none(), st.frozensets(ids, max_size=8)),
+    )
+    return np.array(logits, dtype=np.float32), draw(st.lists(edit, min_size=rows, max_size=rows))
+
+
+@settings(max_examples=300, deadline=None)
+@given(edit_cases())
+def test_edits_are_those_of_the_reference(case: tuple[npt.NDArray[np.float32], list[Edits]]) -> None:
+    """Told and drawn from the edited row, on every level; the logits themselves stay."""
+    logits, edits = case
+    rows, vocab = logits.shape
+    want = [edited(row, edit) for row, edit in zip(logits, edits, strict=True)]
+    draws = [Draw(greedy=True)] * rows
+    source = torch.from_numpy(logits)
+    for level in LEVELS:
+        ops.set_isa(level)
+        drawn = ops.Drawn(torch.empty(rows, vocab), torch.arange(rows))
+        got = native(source, draws, drawn=drawn, **packed(edits, vocab))
+        assert got == [-1 if (w := reference_sample(row, Draw(greedy=True))) is None else w for row in want], level
+        for told, row, token_id in zip(drawn.logits.numpy(), want, got, strict=True):
+            assert token_id < 0 or np.array_equal(told, row), level
+    ops.set_isa("auto")
+    assert np.array_equal(source.numpy(), logits)
+
+
+def test_edited_rows_draw_as_the_reference_does_whoever_stands_beside_them(level: str) -> None:
+    rng = np.random.default_rng(3)
+    logits = random_logits(30, 3_001, seed=12)
+    edits = [
+        Edits(
+            prompt_ids=tuple(rng.integers(0, 3_001, 400).tolist()),
+            output_ids=tuple(rng.integers(0, 50, 60).tolist()),
+            repetition=1.3 if i % 2 else 1.0,
+            presence=0.5,
+            frequency=0.25 * (i % 3),
+            bias=((i, 4.0), (2_999, -np.inf)),
+            allowed=None if i % 3 else frozenset(rng.integers(0, 3_001, 1_500).tolist()),
+        )
+        for i in range(30)
+    ]
+    draws = [Draw(0.9, 0, 0.95, 0.0, i % 5 == 0, seed_key(2, 0, i), i) for i in range(30)]
+    want = [reference_sample(edited(row, e), d) for row, e, d in zip(logits.numpy(), edits, draws, strict=True)]
+    parts = packed(edits, 3_001)
+    assert native(logits, draws, **parts) == want
+    for i in range(0, 30, 7):
+        assert native(logits[i : i + 1], [draws[i]], **packed([edits[i]], 3_001)) == [want[i]]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert native(logits, draws, **parts) == want
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_with_ids_outside_the_vocabulary_is_flagged_alone(level: str) -> None:
+    logits = random_logits(4, 100, seed=13)
+    edits = [Edits(bias=((100, 1.0),)), Edits(), Edits(output_ids=(3, -1)), Edits(output_ids=(3, 4), presence=9.0)]
+    got = native(logits, [Draw(greedy=True)] * 4, **packed(edits, 128))
+    want = reference_sample(edited(logits[3].numpy(), edits[3]), Draw(greedy=True))
+    assert got == [-2, int(logits[1].argmax()), -2, want]
+
+
+def test_rows_are_taken_from_where_source_says(level: str) -> None:
+    logits = random_logits(3, 500, seed=14)
+    draws = [Draw(seed_key=seed_key(8, 0, i)) for i in range(5)]
+    source = torch.tensor([2, 0, 0, 1, 2])
+    assert native(logits, draws, source=source) == native(logits[source], draws)
+    assert native(logits, draws[:1], source=source[:1]) == native(logits[2:], draws[:1])
+
+
 # ---- log probabilities ----------------------------------------------------------------------------------------
 
 
@@ -249,11 +367,53 @@ def test_logprobs_of_odd_rows(level: str) -> None:
     assert got[2].item() == pytest.approx(-np.log(200))
 
 
+def ranked(row: npt.NDArray[np.float32], count: int) -> list[int]:
+    order = np.lexsort((np.arange(len(row)), -row))[:count]
+    return [int(i) for i in order if row[i] > -np.inf]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "banned"])
+@pytest.mark.parametrize("vocab", [5, 128, 3_001])
+def test_the_most_likely_ids(vocab: int, kind: str, level: str) -> None:
+    logits = random_logits(6, vocab, seed=15)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "banned":
+        logits[:, 2:] = -torch.inf
+    ids = torch.randint(0, vocab, (6, 2), generator=torch.Generator().manual_seed(2))
+    for num_top in (0, 1, 20, 1_000):
+        told = ops.logprobs_topn(logits, ids, num_top, ranks=True)
+        assert torch.equal(told.logprobs, ops.logprobs_of(logits, ids))
+        assert told.ranks.tolist() == [int((row > row[i]).sum()) + 1 for row, i in zip(logits, ids[:, 0], strict=True)]
+        assert told.top_ids.shape == told.top_logprobs.shape == (6, min(num_top, vocab))
+        for r, row in enumerate(logits):
+            want = ranked(row.numpy(), num_top)
+            assert told.top_ids[r, : len(want)].tolist() == want
+            assert torch.equal(told.top_logprobs[r, : len(want)], ops.logprobs_of(row[None], torch.tensor([want]))[0])
+            assert bool((told.top_logprobs[r, len(want) :] == -torch.inf).all())
+
+
+def test_the_most_likely_ids_of_rows_that_source_names_and_of_odd_ones(level: str) -> None:
+    logits = random_logits(4, 300, seed=16)
+    logits[1, 7] = torch.nan
+    logits[2, 7] = torch.inf
+    source = torch.tensor([3, 3, 0, 1, 2])
+    told = ops.logprobs_topn(logits, torch.empty((5, 0), dtype=torch.int64), 3, source=source)
+    assert told.logprobs.shape == (5, 0)
+    assert torch.equal(told.top_ids[0], told.top_ids[1])
+    assert told.top_ids[2].tolist() == ranked(logits[0].numpy(), 3)
+    assert bool(told.top_logprobs[3:].isnan().all())
+    assert bool(told.top_logprobs[:3].isfinite().all())
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------
 
 
-def call(**changes: Tensor) -> Callable[[], Tensor]:
-    arguments = {
+NO_IDS = torch.empty(0, dtype=torch.int32)
+
+
+def call(**changes: Any) -> Callable[[], Tensor]:
+    arguments: dict[str, Any] = {
         "logits": torch.zeros(2, 10),
         "temperature": torch.ones(2),
         "top_k": torch.zeros(2, dtype=torch.int32),
@@ -286,9 +446,37 @@ def call(**changes: Tensor) -> Callable[[], Tensor]:
             "logprobs_of: ids: wanted ids from 0 to 3",
         ),
         (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([[0], [-1]])), "logprobs_of: ids: wanted ids from 0"),
+        (lambda: ops.logprobs_topn(torch.zeros(2, 4), torch.zeros((2, 0)).long(), -1), "topn: num_top: wanted a number"),
+        (
+            lambda: ops.logprobs_topn(torch.zeros(2, 4), torch.zeros((2, 0)).long(), 1, ranks=True),
+            "topn: ids: wanted at least one id",
+        ),
+        (call(source=torch.tensor([0, 2])), "sample_edited: source: wanted numbers from 0 to 1, got 2 at 1"),
+        (
+            call(penalties=ops.Penalties(torch.zeros(2, 3), NO_IDS, torch.zeros(3).long(), torch.zeros(2).long())),
+            "penalties: wanted a positive repetition penalty, got 0 in row 0",
+        ),
+        (
+            call(penalties=ops.Penalties(torch.ones(2, 3), NO_IDS, torch.tensor([0, 1, 1]), torch.zeros(2).long())),
+            "token_starts: wanted ascending offsets up to 0, got 1 at 1",
+        ),
+        (
+            call(penalties=ops.Penalties(torch.ones(2, 3), NO_IDS, torch.zeros(3).long(), torch.tensor([0, 1]))),
+            "output_starts: wanted an offset among the row's tokens, got 1 in row 1",
+        ),
+        (
+            call(biases=ops.Biases(NO_IDS, torch.zeros(1), torch.zeros(3).long())),
+            r"bias_values: wanted \[biases\] = \[0\], got \[1\]",
+        ),
+        (
+            call(masks=ops.Masks(torch.zeros((1, 1), dtype=torch.int32), torch.tensor([0, 1]))),
+            "mask_of: wanted numbers from -1 to 0, got 1 at 1",
+        ),
+        (call(masks=(torch.zeros((1, 1), dtype=torch.int32), None)), "mask_of: wanted a tensor beside the others"),
+        (call(drawn=ops.Drawn(torch.zeros(1, 9), torch.zeros(2).long())), r"drawn: wanted \[., vocab\] = \[\*, 10\]"),
     ],
 )
-def test_wrong_arguments_are_named(run: Callable[[], Tensor], message: str) -> None:
+def test_wrong_arguments_are_named(run: Callable[[], object], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         run()
 
