@@ -13,6 +13,7 @@ sampled tokens to the row itself, so a later batch may schedule a token whose id
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.outputs import PromptLogprobs, TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -50,8 +51,7 @@ class NewTokens:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """num_scheduled may be 0: a forked sibling that samples from another row's logits.
 
     logits_from: index into ScheduledBatch.rows whose last token's logits this row samples from; None: this row
@@ -82,8 +82,7 @@ class ScheduledBatch:
         return sum(r.num_scheduled for r in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     """Tokens sampled for one scheduled row: 0 (chunk, or a beam search, whose candidates are the one entry of
     top_logprobs), 1, or more (speculation)."""
 

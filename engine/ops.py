@@ -384,8 +384,8 @@ def sample(
     """One id per row, by docs/randomness.md to the bit; -1 where a row holds NaN, +inf or nothing finite, -2 where an
     edit names an id outside the vocabulary.
 
-    Edits are made on a copy of the row, in the order penalties, biases, mask; logits stay as they are. Where they leave
-    nothing that a row's mask allows, the mask alone counts."""
+    Edits are made on a copy of the row, in the order penalties, biases, mask; logits stay as they are. Where they
+    leave nothing that a row's mask allows, the mask alone counts."""
     given = (logits, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
     if all(part is None for part in (source, penalties, biases, masks, drawn)):
         ids: Tensor = _ops.sample(*given)
@@ -422,5 +422,5 @@ def logprobs_topn(
     source: Tensor | None = None,  # [rows], int64: the logit row of each row; None: its own number
     ranks: bool = False,
 ) -> TopLogprobs:
-    """Log probabilities of given ids and of the most likely ones. Everything of a row that holds NaN or +inf is NaN."""
+    """Log probabilities of given ids and of the most likely ones; all NaN of a row that holds NaN or +inf."""
     return TopLogprobs(*_ops.logprobs_topn(logits, ids, num_top, source, ranks))

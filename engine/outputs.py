@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.stats import RequestStats, StepStats
 
@@ -88,8 +88,7 @@ class PromptLogprobs:
         return TokenLogprobs(tuple(self.top_ids[start:end]), tuple(self.top_logprobs[start:end]))
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """What one sequence gained since its last output.
 
     token_ids: new output tokens, the one that ended it included.

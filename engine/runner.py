@@ -5,7 +5,7 @@ No queues, no threads, no decisions: what to compute is in the `ScheduledBatch`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -137,4 +137,4 @@ class ModelRunner:
 
 
 def _both(score: RowOutput, sampled: RowOutput) -> RowOutput:
-    return score if score.error else replace(sampled, prompt_logprobs=score.prompt_logprobs)
+    return score if score.error else sampled._replace(prompt_logprobs=score.prompt_logprobs)

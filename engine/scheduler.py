@@ -146,17 +146,18 @@ class Scheduler:
         """Oldest first; budget is kept for those behind that need one token. False if one of them stands still
         for want of memory: a newcomer would only be preempted for it."""
         served = True
-        step.num_decoding = sum(s.num_uncomputed_tokens == 1 and s.wants_tokens for s in self.queues.running)
+        wanting = [(s, num_tokens) for s in self.queues.running if (num_tokens := s.num_wanted_tokens) > 0]
+        step.num_decoding = [num_tokens for _, num_tokens in wanting].count(1)
         if step.num_decoding:  # a burst of prompts must not make those who already stream wait for all of it
             step.budget = min(step.budget, step.num_decoding + self._config.max_chunk_tokens)
         unserved = step.num_decoding
-        for sequence in tuple(self.queues.running):
-            if sequence.status is not SequenceStatus.RUNNING or not sequence.wants_tokens:
+        for sequence, num_tokens in wanting:
+            if sequence.status is not SequenceStatus.RUNNING:  # it had to give way
                 continue
-            num_tokens = sequence.num_uncomputed_tokens
             if num_tokens == 1:
                 unserved -= 1
-            num_tokens = min(num_tokens, step.budget - unserved)
+            if num_tokens > step.budget - unserved:
+                num_tokens = step.budget - unserved
             if num_tokens <= 0:
                 continue
             if self._make_room(sequence, num_tokens):
@@ -328,15 +329,8 @@ class Scheduler:
         reason = sequence.append(token_id)
         if row.ends:
             reason = "stop"
-        collected.tell(
-            sequence,
-            token_ids=row.token_ids,
-            logprobs=row.logprobs,
-            top_logprobs=row.top_logprobs,
-            finish_reason=reason,
-            stop_token_id=token_id if reason == "stop" and token_id in sequence.request.stop_ids else None,
-            prompt_logprobs=row.prompt_logprobs,
-        )
+        stop_token_id = token_id if reason == "stop" and token_id in sequence.request.stop_ids else None
+        collected.tell_drawn(sequence, row, reason, stop_token_id)
         if reason is not None:
             self._close(sequence, reason, collected)
 

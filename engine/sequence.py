@@ -169,20 +169,32 @@ class Sequence:
         num_output = len(self.token_ids) + self.num_pending_tokens - self.num_prompt_tokens
         return num_output < self.max_output_tokens or self.position < self.num_prompt_tokens
 
+    @property
+    def num_wanted_tokens(self) -> int:
+        """num_uncomputed_tokens of a sequence that wants tokens, else 0. Asked of every sequence in every step."""
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        position = self.num_computed_tokens + self.num_scheduled_tokens
+        if num_tokens - self.num_prompt_tokens >= self.max_output_tokens and position >= self.num_prompt_tokens:
+            return 0
+        return num_tokens - position
+
     def schedule(self, num_tokens: int) -> bool:
         """`num_tokens` more are in flight. True if the step samples: nothing is left to compute after it, and an
         output is wanted at all."""
         self.num_scheduled_tokens += num_tokens
-        self.high_water = max(self.high_water, self.position)
+        position = self.num_computed_tokens + self.num_scheduled_tokens
+        if position > self.high_water:
+            self.high_water = position
         self.num_steps_in_flight += 1
-        samples = self.num_uncomputed_tokens == 0 and self.max_output_tokens > 0
-        self.num_pending_tokens += samples
-        return samples
+        if self.max_output_tokens == 0 or len(self.token_ids) + self.num_pending_tokens != position:
+            return False
+        self.num_pending_tokens += 1
+        return True
 
     def retire(self, end: int, sampled: bool) -> None:
         """The oldest step in flight is done: tokens up to `end` are computed."""
         self.num_steps_in_flight -= 1
-        self.num_scheduled_tokens = self.position - end
+        self.num_scheduled_tokens += self.num_computed_tokens - end
         self.num_computed_tokens = end
         self.num_pending_tokens -= sampled
 

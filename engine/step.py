@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.batch import NewRow, NewTokens, ScheduledRow
+from engine.batch import NewRow, NewTokens, RowOutput, ScheduledRow
 from engine.beam import Finished
 from engine.outputs import FinishReason, PromptLogprobs, SequenceOutput, TokenLogprobs
 from engine.sequence import Sequence
 from engine.stats import RequestStats
+
+NOT_SCORED = range(0)
 
 
 class Changes(NamedTuple):
@@ -65,6 +67,27 @@ class Collected:
         )
         self.outputs.setdefault(request.stream_id, []).append(output)
 
+    def tell_drawn(
+        self, sequence: Sequence, row: RowOutput, finish_reason: FinishReason | None, stop_token_id: int | None
+    ) -> None:
+        """Add what a row has drawn. As `tell`, for what happens to every sequence in every step."""
+        request = sequence.request
+        output = SequenceOutput(
+            request.prompt_index,
+            sequence.choice_index,
+            row.token_ids,
+            row.logprobs,
+            row.top_logprobs,
+            finish_reason,
+            stop_token_id,
+            request.num_cached_tokens or 0,
+            prompt_logprobs=() if row.prompt_logprobs is None else (row.prompt_logprobs,),
+        )
+        if request.stream_id in self.outputs:
+            self.outputs[request.stream_id].append(output)
+        else:
+            self.outputs[request.stream_id] = [output]
+
     def tell_found(self, choice: Sequence, found: Finished) -> None:
         """What a beam search has found for a choice: all of its output at once."""
         hypothesis = found.hypothesis
@@ -83,8 +106,7 @@ class Collected:
         return Changes(outputs, tuple(self.finished), tuple(self.started))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One row of a step: afterwards the sequence's tokens up to `end` are computed."""
 
     sequence: Sequence
@@ -114,22 +136,28 @@ class StepPlan:
     def add(self, sequence: Sequence, num_tokens: int, logits_from: int | None = None) -> bool:
         """Schedule tokens of a sequence that has a row and slots; True if it samples. With logits_from it computes
         nothing itself: the tokens are those of that other row, in the same step or before."""
-        start, end = sequence.position, sequence.position + num_tokens
+        start = sequence.position
+        end = start + num_tokens
         computes = num_tokens if logits_from is None else 0
-        scored = sequence.scored_in(start, end) if computes else range(0)
+        scored = NOT_SCORED
         if computes:
-            known = max(start, sequence.high_water)
-            decode = max(0, end - max(known, sequence.num_prompt_tokens))
-            self.num_decode_tokens += decode
-            self.num_prompt_tokens += num_tokens - decode
-            self.num_recomputed_tokens += min(end, known) - start
-            self.budget -= num_tokens
+            if start < sequence.num_prompt_tokens:
+                scored = sequence.scored_in(start, end)
+            self._count(sequence, start, end)
         samples = sequence.schedule(num_tokens)
         index = len(self.rows) if logits_from is None else logits_from
         assert sequence.row is not None
         self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None, scored))
         self.entries.append(Entry(sequence, end, samples))
         return samples
+
+    def _count(self, sequence: Sequence, start: int, end: int) -> None:
+        known = max(start, sequence.high_water)
+        decode = max(0, end - max(known, sequence.num_prompt_tokens))
+        self.num_decode_tokens += decode
+        self.num_prompt_tokens += end - start - decode
+        self.num_recomputed_tokens += min(end, known) - start
+        self.budget -= end - start
 
     def take_forked(self) -> list[Sequence]:
         forked, self.forked = self.forked, []

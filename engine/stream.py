@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from engine.outputs import FinishReason, SequenceOutput
 from engine.terms import NO_TERMS, Terms
@@ -168,8 +167,7 @@ def _merge(outputs: list[SequenceOutput]) -> SequenceOutput:
     top = None
     if last.top_logprobs is not None:
         top = tuple(t for output in outputs for t in output.top_logprobs or ())
-    return replace(
-        last,
+    return last._replace(
         token_ids=tuple(t for output in outputs for t in output.token_ids),
         logprobs=tuple(p for output in outputs for p in output.logprobs),
         top_logprobs=top,

@@ -144,6 +144,10 @@ class KVCacheManager:
         start, end, size = sequence.position, sequence.position + num_tokens, self.block_size
         first, offset = divmod(start, size)
         blocks = self.allocator.blocks
+        if num_tokens == 1 and offset and self._has_own_slot(sequence):
+            for table in sequence.block_tables:
+                self.allocator.fill(blocks[table[-1]], offset + 1)
+            return True
         num_needed, copies = 0, False
         for table in sequence.block_tables:
             num_needed += -(-end // size) - len(table)
@@ -161,6 +165,11 @@ class KVCacheManager:
             for index in range(first, len(table)):
                 self.allocator.fill(blocks[table[index]], min(size, end - index * size))
         return True
+
+    def _has_own_slot(self, sequence: Sequence) -> bool:
+        """Whether the last block of every group is the sequence's alone; for one whose last blocks are not full."""
+        blocks = self.allocator.blocks
+        return all(blocks[table[-1]].ref_count == 1 for table in sequence.block_tables)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """The child shares every block of the parent, or those of its first num_tokens tokens, which must be full."""

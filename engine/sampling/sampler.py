@@ -7,7 +7,6 @@ Order per row: penalties, biases and bans, the grammar's mask, temperature, top-
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +119,7 @@ class Sampler:
             _tell(outputs, drawn.logits, {i: q for i, q in processed.items() if q is not None}, contexts)
         for i, context in asked.items():
             if context.params.structured is not None and self.grammars.take(int(rows[i]), outputs[i].token_ids):
-                outputs[i] = replace(outputs[i], ends=True)
+                outputs[i] = outputs[i]._replace(ends=True)
         return outputs
 
     def _drawn(self, told: list[int], num_rows: int) -> ops.Drawn:

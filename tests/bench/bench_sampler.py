@@ -37,7 +37,9 @@ def peaked(rows: int, vocab: int) -> Tensor:
 class Step:
     """The arguments of one call for all rows."""
 
-    def __init__(self, logits: Tensor, *, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    def __init__(
+        self, logits: Tensor, *, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    ):
         rows = len(logits)
         self.logits = logits
         self.parameters = (

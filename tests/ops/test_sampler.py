@@ -389,7 +389,10 @@ def test_the_most_likely_ids(vocab: int, kind: str, level: str) -> None:
         for r, row in enumerate(logits):
             want = ranked(row.numpy(), num_top)
             assert told.top_ids[r, : len(want)].tolist() == want
-            assert torch.equal(told.top_logprobs[r, : len(want)], ops.logprobs_of(row[None], torch.tensor([want]))[0])
+            assert torch.equal(
+                told.top_logprobs[r, : len(want)],
+                ops.logprobs_of(row[None], torch.tensor([want], dtype=torch.int64))[0],
+            )
             assert bool((told.top_logprobs[r, len(want) :] == -torch.inf).all())
 
 
@@ -446,7 +449,10 @@ def call(**changes: Any) -> Callable[[], Tensor]:
             "logprobs_of: ids: wanted ids from 0 to 3",
         ),
         (lambda: ops.logprobs_of(torch.zeros(2, 4), torch.tensor([[0], [-1]])), "logprobs_of: ids: wanted ids from 0"),
-        (lambda: ops.logprobs_topn(torch.zeros(2, 4), torch.zeros((2, 0)).long(), -1), "topn: num_top: wanted a number"),
+        (
+            lambda: ops.logprobs_topn(torch.zeros(2, 4), torch.zeros((2, 0)).long(), -1),
+            "topn: num_top: wanted a number",
+        ),
         (
             lambda: ops.logprobs_topn(torch.zeros(2, 4), torch.zeros((2, 0)).long(), 1, ranks=True),
             "topn: ids: wanted at least one id",
