@@ -14,8 +14,9 @@ constexpr int64_t kManyNear = 6000;     // candidates for which a sample is wort
 
 // Fills block_sums, and weights where their sum is not zero; the total.
 template <bool STORE>
-int64_t weigh_blocks(Row& row, const Scale& scale) {
+int64_t weigh_blocks(Row& row, const Scale scale) {  // by value: no store changes it
   float copy[kBlock];
+  float* const weights = row.weights;
   int64_t total = 0;
   for (int64_t b = 0; b < row.blocks; ++b) {
     row.fetch_next(b);
@@ -25,7 +26,7 @@ int64_t weigh_blocks(Row& row, const Scale& scale) {
     Mass mass;
     for (int64_t i = 0; i < kBlock; i += kLanes) {
       const Vec w = scale(load(block + i));
-      if (STORE) store(row.weights + b * kBlock + i, w);
+      if (STORE) store(weights + b * kBlock + i, w);
       mass.add(w);
     }
     row.block_sums[b] = mass.sum();
