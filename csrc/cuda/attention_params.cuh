@@ -1,7 +1,7 @@
 // What kernels get of a call, and what a sequence's rows see.
 #pragma once
 
-#include "cuda/paged_attention.h"
+#include "cuda/attention_args.cuh"
 #include "cuda/portable.cuh"
 
 namespace pagemill::cuda {

@@ -18,7 +18,8 @@ bool is_fitting(const PagedAttentionArgs& args) {
   return fits_dim(args.key_dim) && fits_dim(args.value_dim) && even && args.block_size > 0 &&
          args.block_size % kPieceKeys == 0 && args.key_block_stride * bytes % 16 == 0 &&
          args.value_block_stride * bytes % 16 == 0 && args.num_kv_heads > 0 &&
-         args.num_query_heads % args.num_kv_heads == 0 && args.num_multiprocessors > 0;
+         args.num_query_heads % args.num_kv_heads == 0 && args.num_multiprocessors > 0 &&
+         args.workspace_bytes >= args.num_seqs * 4;
 }
 
 AttentionParams params_of(const PagedAttentionArgs& args) {
@@ -74,26 +75,43 @@ void cut_workspace(const PagedAttentionArgs& args, AttentionParams& params) {
   params.partials = reinterpret_cast<float*>(memory + bases + sums);
 }
 
-}  // namespace
-}  // namespace pagemill::cuda
-
-using pagemill::cuda::PagedAttentionArgs;
-
-PAGEMILL_EXPORT int pagemill_paged_attention(const PagedAttentionArgs* args, void* stream) {
-  using namespace pagemill::cuda;
-  if (!is_fitting(*args) || args->workspace_bytes < args->num_seqs * 4) return kInvalidArgument;
-  if (args->num_tokens == 0) return 0;
-  AttentionParams params = params_of(*args);
-  cut_workspace(*args, params);
-  const int64_t queries = args->max_query_len > 0 ? args->max_query_len : args->num_tokens;
-  const AttentionBounds bounds{queries, args->max_seq_len, args->num_multiprocessors};
-  const int64_t dim = args->key_dim > args->value_dim ? args->key_dim : args->value_dim;
+int run(const PagedAttentionArgs& args, void* stream) {
+  if (!is_fitting(args)) return kInvalidArgument;
+  if (args.num_tokens == 0) return 0;
+  AttentionParams params = params_of(args);
+  cut_workspace(args, params);
+  const int64_t queries = args.max_query_len > 0 ? args.max_query_len : args.num_tokens;
+  const AttentionBounds bounds{queries, args.max_seq_len, args.num_multiprocessors};
+  const int64_t dim = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
   const auto launch = dim <= 64    ? launch_head_size_64
                       : dim <= 96  ? launch_head_size_96
                       : dim <= 128 ? launch_head_size_128
                                    : launch_head_size_256;
-  if (const int error = launch(params, bounds, args->query_type, args->cache_type, stream)) return error;
+  if (const int error = launch(params, bounds, args.query_type, args.cache_type, stream)) return error;
   return launch_status();
+}
+
+}  // namespace
+}  // namespace pagemill::cuda
+
+// Arguments: see PagedAttentionArgs. Reads lengths on the device only.
+PAGEMILL_EXPORT int pagemill_paged_attention(
+    void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
+    const int32_t* query_start, const int32_t* seq_lens, const float* sinks, const float* key_scale,
+    const float* value_scale, void* workspace, int64_t workspace_bytes, int64_t num_tokens, int64_t num_seqs,
+    int64_t max_query_len, int64_t max_seq_len, int64_t table_stride, int64_t query_token_stride,
+    int64_t query_head_stride, int64_t out_token_stride, int64_t out_head_stride, int64_t key_block_stride,
+    int64_t value_block_stride, int64_t num_query_heads, int64_t num_kv_heads, int64_t block_size, int64_t key_dim,
+    int64_t value_dim, int64_t window, int64_t chunk, int64_t causal, int64_t query_type, int64_t cache_type,
+    int64_t scales_per_head, int64_t num_multiprocessors, float scale, float softcap, void* stream) {
+  using namespace pagemill::cuda;
+  const PagedAttentionArgs args = {
+      out, query, key_cache, value_cache, block_tables, query_start, seq_lens, sinks, key_scale, value_scale,
+      workspace, workspace_bytes, num_tokens, num_seqs, max_query_len, max_seq_len, table_stride, query_token_stride,
+      query_head_stride, out_token_stride, out_head_stride, key_block_stride, value_block_stride, num_query_heads,
+      num_kv_heads, block_size, key_dim, value_dim, window, chunk, causal, query_type, cache_type, scales_per_head,
+      num_multiprocessors, scale, softcap};
+  return run(args, stream);
 }
 
 // As many partial rows as split sequences can have, up to the limit; what exceeds it is computed in fewer blocks.

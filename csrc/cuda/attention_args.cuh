@@ -1,4 +1,4 @@
-// What one call of the CUDA paged attention takes. Every member has 8 bytes, so tests can build it without a compiler.
+// What one call of the CUDA paged attention takes: the launcher's arguments, in their order.
 //
 // Same meaning as the CPU op's (cpu/attention.h), with the rows of a block in their natural order. A query row is one
 // (token, head). Keys are cut into splits of 256, anchored at absolute position 0; within a split a row goes through
@@ -26,7 +26,7 @@ struct PagedAttentionArgs {
   const float* key_scale;       // [1] or [num_kv_heads]: a cached key times it is the key; null: 1
   const float* value_scale;
   void* workspace;              // may hold anything; 16-byte aligned
-  int64_t workspace_bytes;      // at least paged_attention_workspace(...), less is slower and gives the same bits
+  int64_t workspace_bytes;      // pagemill_paged_attention_workspace(...); less is slower, and gives the same bits
   int64_t num_tokens, num_seqs;
   int64_t max_query_len;  // no sequence has more queries in this batch; 0: unknown
   int64_t max_seq_len;    // no sequence is longer
@@ -40,18 +40,7 @@ struct PagedAttentionArgs {
   int64_t query_type, cache_type;    // ElementCode: bfloat16 or float16; the same, or float8
   int64_t scales_per_head;           // 1: key_scale and value_scale are [num_kv_heads]
   int64_t num_multiprocessors;       // of the device: how many blocks are launched
-  double scale, softcap;             // softcap 0: none
+  float scale, softcap;              // softcap 0: none
 };
-
-extern "C" {
-
-// Returns 0 or CUDA's error number. Reads lengths on the device, allocates nothing: a graph can capture it.
-int pagemill_paged_attention(const PagedAttentionArgs* args, void* stream);
-
-// Bytes of workspace that are enough for every batch of up to num_seqs sequences of up to max_seq_len keys.
-int64_t pagemill_paged_attention_workspace(int64_t num_seqs, int64_t max_query_len, int64_t max_seq_len,
-                                           int64_t num_query_heads, int64_t num_kv_heads, int64_t value_dim);
-
-}  // extern "C"
 
 }  // namespace pagemill::cuda
