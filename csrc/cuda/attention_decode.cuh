@@ -72,7 +72,7 @@ class DecodeBlock {
     Tiles stream(params_, sequence, item.kv_head, keys.any, shared_address(mine_), 0);
     const Queries<T, C, D> queries(params_, rows, mine_ + Tiles::kRingBytes);
     for (int tile = keys.any.begin / kTileKeys; tile * kTileKeys < keys.any.end; ++tile) {
-      attend_tile<T, C, D>(stream, tile, queries, rows, keys, exponent, gathered);
+      attend_tile<T, C, D>(stream, tile, queries, keys, exponent, gathered);
     }
     gathered.complete();
   }

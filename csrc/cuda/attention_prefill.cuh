@@ -27,31 +27,32 @@ class PrefillBlock {
   PAGEMILL_DEVICE static void run(const AttentionParams& params, const Sequence& sequence, int kv_head, int first_row,
                                   unsigned char* shared) {
     unsigned char* const folded = shared + Tiles::kRingBytes;
-    const int warp_row = first_row + warp_id() * 16, row = warp_row + lane_id() / 4;
+    const int warp_row = first_row + warp_id() * 16;
     const KeyRange block_keys = sequence.visible_rows(params, first_row, first_row + kRows);
-    const Row rows[2] = {Row(params, sequence, kv_head, row), Row(params, sequence, kv_head, row + 8)};
     const Exponent exponent(params, kv_head);
     Gathered<C, D> gathered;
     gathered.clear();
     if (block_keys.end > block_keys.begin) {
       const WarpKeys keys(params, sequence, warp_row);
       Tiles stream(params, sequence, kv_head, block_keys, shared_address(shared), warp_id());
+      const int row = warp_row + lane_id() / 4;
+      const Row rows[2] = {Row(params, sequence, kv_head, row), Row(params, sequence, kv_head, row + 8)};
       const Queries<T, C, D> queries(params, rows, folded + kFoldedBytes + warp_id() * Queries<T, C, D>::kSharedBytes);
-      attend_all(stream, block_keys, queries, rows, keys, exponent, folded, gathered);
+      attend_all(stream, block_keys, queries, keys, exponent, folded, gathered);
     }
-    write_rows(params, kv_head, rows, exponent, gathered);
+    write_rows(params, sequence, kv_head, warp_row, exponent, gathered);
   }
 
  private:
   PAGEMILL_DEVICE static void attend_all(Tiles& stream, const KeyRange& block_keys, const Queries<T, C, D>& queries,
-                                         const Row (&rows)[2], const WarpKeys& keys, const Exponent& exponent,
-                                         unsigned char* folded, Gathered<C, D>& gathered) {
+                                         const WarpKeys& keys, const Exponent& exponent, unsigned char* folded,
+                                         Gathered<C, D>& gathered) {
     constexpr int kTilesPerSplit = kSplitKeys / kTileKeys;
     float top[2] = {kNothing, kNothing}, total[2] = {0.0f, 0.0f};  // of the splits before this one
     bool has_folded = false;
     const int end = ceil_div_int(block_keys.end, kTileKeys);
     for (int tile = block_keys.begin / kTileKeys; tile < end; ++tile) {
-      attend_tile<T, C, D>(stream, tile, queries, rows, keys, exponent, gathered);
+      attend_tile<T, C, D>(stream, tile, queries, keys, exponent, gathered);
       const bool last = tile + 1 == end;
       if (!last && (tile + 1) % kTilesPerSplit != 0) continue;
       gathered.complete();
@@ -85,11 +86,11 @@ class PrefillBlock {
     }
   }
 
-  PAGEMILL_DEVICE static void write_rows(const AttentionParams& params, int kv_head, const Row (&rows)[2],
-                                         const Exponent& exponent, const Gathered<C, D>& gathered) {
+  PAGEMILL_DEVICE static void write_rows(const AttentionParams& params, const Sequence& sequence, int kv_head,
+                                         int warp_row, const Exponent& exponent, const Gathered<C, D>& gathered) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Row& row = rows[half];
+      const Row row(params, sequence, kv_head, warp_row + half * 8 + lane_id() / 4);
       if (!row.exists()) continue;
       const float factor = last_factor(params, exponent, row.head, kv_head, gathered.top[half], gathered.total[half]);
       T* out = out_row<T>(params, row.token, row.head);

@@ -28,11 +28,14 @@ PAGEMILL_DEVICE float tanh_of(float x) {
 
 // What this warp's rows see, to skip and to mask.
 struct WarpKeys {
-  KeyRange any;  // keys that some row sees
-  KeyRange all;  // keys that every existing row sees
+  KeyRange any;     // keys that some row sees
+  KeyRange all;     // keys that every existing row sees
+  KeyRange own[2];  // keys that this thread's rows see
 
   PAGEMILL_DEVICE WarpKeys(const AttentionParams& params, const Sequence& sequence, int first_row) {
-    const int num_rows = sequence.rows(params);
+    const int num_rows = sequence.rows(params), row = first_row + lane_id() / 4;
+    own[0] = sequence.visible_rows(params, row, row + 1);
+    own[1] = sequence.visible_rows(params, row + 8, row + 9);
     any = sequence.visible_rows(params, first_row, first_row + 16);
     if (any.end <= any.begin) any = {0, 0};
     const int last_row = (first_row + 16 < num_rows ? first_row + 16 : num_rows) - 1;
@@ -45,8 +48,8 @@ struct WarpKeys {
 };
 
 // Scores of tile `tile`: softcap, then -infinity where a row does not see the key.
-PAGEMILL_DEVICE void prepare_scores(float (&scores)[kTileKeys / 8][4], int tile, const Row (&rows)[2],
-                                    const WarpKeys& keys, const Exponent& exponent) {
+PAGEMILL_DEVICE void prepare_scores(float (&scores)[kTileKeys / 8][4], int tile, const WarpKeys& keys,
+                                    const Exponent& exponent) {
   const int first = tile * kTileKeys;
   if (exponent.inner > 0) {
 #pragma unroll
@@ -61,7 +64,7 @@ PAGEMILL_DEVICE void prepare_scores(float (&scores)[kTileKeys / 8][4], int tile,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = first + n * 8 + lane_id() % 4 * 2 + (i & 1);
-      const KeyRange& range = rows[i / 2].keys;
+      const KeyRange& range = keys.own[i / 2];
       if (key < range.begin || key >= range.end) scores[n][i] = kNothing;
     }
   }
@@ -102,8 +105,7 @@ PAGEMILL_DEVICE void soften(float (&scores)[kTileKeys / 8][4], Gathered<C, D>& g
 // One tile of one warp's rows. The stream yields the tile's slots whether or not the warp needs them.
 template <typename T, typename C, int D, int TEAM, int SLOTS>
 PAGEMILL_DEVICE void attend_tile(Stream<C, D, TEAM, SLOTS>& stream, int tile, const Queries<T, C, D>& queries,
-                                 const Row (&rows)[2], const WarpKeys& keys, const Exponent& exponent,
-                                 Gathered<C, D>& gathered) {
+                                 const WarpKeys& keys, const Exponent& exponent, Gathered<C, D>& gathered) {
   using Tiles = Stream<C, D, TEAM, SLOTS>;
   float scores[kTileKeys / 8][4];
   const int first = tile * kTileKeys;
@@ -124,7 +126,7 @@ PAGEMILL_DEVICE void attend_tile(Stream<C, D, TEAM, SLOTS>& stream, int tile, co
   }
   const bool wanted = keys.touches(first, first + kTileKeys);
   if (wanted) {
-    prepare_scores(scores, tile, rows, keys, exponent);
+    prepare_scores(scores, tile, keys, exponent);
     soften(scores, gathered, exponent);
   }
 #pragma unroll

@@ -90,7 +90,7 @@ class Stream {
     static_assert(kPieceKeys * kChunks % kWarp == 0);
     const int row_bytes = dim * static_cast<int>(sizeof(C));
     const char* rows = block + (static_cast<int64_t>(kv_head_) * params_.block_size + row) * row_bytes;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kPieceKeys * kChunks / kWarp; ++i) {
       const int index = i * kWarp + lane_id(), key = index / kChunks, chunk = index % kChunks;
       const bool valid = first_key + key < keys_.end && chunk * 16 < row_bytes;
