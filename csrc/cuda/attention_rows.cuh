@@ -17,7 +17,7 @@ constexpr bool kIsFp8 = std::is_same_v<C, Fp8>;
 template <typename T, typename C, int D>
 class Queries {
  public:
-  static constexpr bool kInShared = D > 128;  // else in registers
+  static constexpr bool kInShared = D > 128 || (D > 96 && kIsFp8<C>);  // else in registers
   static constexpr int kSteps = D / 16;
   static constexpr int kSharedBytes = kInShared ? kSteps * kWarp * 16 : 0;  // per warp
 

@@ -154,20 +154,36 @@ PAGEMILL_DEVICE float second_of(uint32_t pair) {
   return to_float(T{static_cast<uint16_t>(pair >> 16)});
 }
 
-// Two e4m3 (the first in the low byte) as two T (Bf16 or F16); exact.
-template <typename T>
-PAGEMILL_DEVICE uint32_t widen_2(uint16_t pair) {
+// Two e4m3 (the first in the low byte) as two float16; exact. Chips before 8.9 have no instruction for it: e4m3 bits moved
+// into a float16's places are the value over 2^8, and the one NaN is put back afterwards.
+PAGEMILL_DEVICE uint32_t halves_of(uint16_t pair) {
 #if !defined(PAGEMILL_EMULATION) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return halves;
+#else
+  const uint32_t high = (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;  // in the upper byte of each half
+  const uint32_t scaled = (high & 0x80008000u) | (high >> 1 & 0x3f803f80u);
+  const uint32_t nan = ((high & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
+#ifdef PAGEMILL_EMULATION
+  const uint32_t halves = pack_2<F16>(first_of<F16>(scaled) * 256.0f, second_of<F16>(scaled) * 256.0f);
+#else
+  uint32_t halves;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(scaled), "r"(0x5c005c00u));
+#endif
+  return halves | (nan - (nan >> 5));
+#endif
+}
+
+// The same as two T (Bf16 or F16).
+template <typename T>
+PAGEMILL_DEVICE uint32_t widen_2(uint16_t pair) {
+  const uint32_t halves = halves_of(pair);
   if constexpr (std::is_same_v<T, F16>) {
     return halves;
   } else {
     return pack_2<T>(first_of<F16>(halves), second_of<F16>(halves));
   }
-#else
-  return pack_2<T>(to_float(Fp8{static_cast<uint8_t>(pair)}), to_float(Fp8{static_cast<uint8_t>(pair >> 8)}));
-#endif
 }
 
 // ---- sixteen bytes of T -------------------------------------------------------------------------------------------

@@ -45,6 +45,12 @@ class Launchers:
         if status != 0:
             raise RuntimeError(f"{name}: error {status}{self.report()}")
 
+    def number(self, name: str, *arguments: int) -> int:
+        """What pagemill_NAME, no launcher but a question to one, answers."""
+        function = getattr(self.library, f"pagemill_{name}")
+        function.restype = ctypes.c_int64
+        return int(function(*map(ctypes.c_int64, arguments)))
+
     def report(self) -> str:
         return ""
 

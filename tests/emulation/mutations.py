@@ -26,6 +26,8 @@ HEADS, SAMPLER, LOGITS, BATCH = (
     "test_cuda_logits.py",
     "test_cuda_batch.py",
 )
+ATTENTION = "test_cuda_attention.py"
+STREAM, SOFTMAX, DECODING = "attention_stream.cuh", "attention_softmax.cuh", "attention_decode.cuh"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,46 @@ FAULTS = (
     Fault("repetition after the counts", "logits.cu", "logit > 0.0f ?", "logit >= 1.0f ?", LOGITS),
     Fault("own count in the start", "batch.cu", "i = thread; i < seq;", "i = thread; i <= seq;", BATCH),
     Fault("padding taken for a sequence", "batch.cu", "seq >= *num_seqs", "seq > *num_seqs", BATCH),
+    Fault("waits for one copy too few", STREAM, "wait<SLOTS - 2>", "wait<SLOTS - 1>", ATTENTION),
+    Fault("slot read before all copies are seen", STREAM, "      sync_block();", "", ATTENTION),
+    Fault("next split's blocks not looked up", STREAM, "tile_ % kTilesPerSplit == 0", "false", ATTENTION),
+    Fault("tail of a block not zeroed", STREAM, "first_key + key < keys_.end", "true", ATTENTION),
+    Fault("causal mask off by one", "attention_params.cuh", "+ last + 1 :", "+ last + 2 :", ATTENTION),
+    Fault(
+        "window off by one",
+        "attention_params.cuh",
+        "begin = position - params.window + 1;",
+        "begin = position - params.window + 2;",
+        ATTENTION,
+    ),
+    Fault("half of the columns left out", "attention_rows.cuh", "+ shuffle_xor(total[half], 2)", "", ATTENTION),
+    Fault("fp8 dims paired wrongly", "attention_rows.cuh", "4 * t + 2 * second", "2 * t + 8 * second", ATTENTION),
+    Fault(
+        "total not scaled to the new top",
+        SOFTMAX,
+        "fmaf(gathered.total[half], keep, total)",
+        "gathered.total[half] + total",
+        ATTENTION,
+    ),
+    Fault(
+        "split folded with the other's weight",
+        SOFTMAX,
+        "fmaf(right, add, left * keep)",
+        "fmaf(right, keep, left * add)",
+        ATTENTION,
+    ),
+    Fault("partial rows at the wrong stride", DECODING, "split * num_rows + row", "split * 16 + row", ATTENTION),
+    Fault("rings refilled while others read", DECODING, "      sync_block();", "", ATTENTION, "fold_round(group"),
+    Fault("folded values not cleared", DECODING, "if (first_round)", "if (false)", ATTENTION),
+    Fault(
+        "last group of a merge lost",
+        "attention_merge.cuh",
+        "first < num_splits;",
+        "first + 1 < num_splits;",
+        ATTENTION,
+    ),
+    Fault("scan counts a warp twice", "attention_plan.cuh", "warp < warp_id()", "warp <= warp_id()", ATTENTION),
+    Fault("prefill forgets earlier splits", "attention_prefill.cuh", "if (has_folded)", "if (false)", ATTENTION),
 )
 
 

@@ -220,6 +220,51 @@ class LaunchedOps:
             CODES[key_cache.dtype], changes=[query, key, key_cache, value_cache],
         )  # fmt: skip
 
+    # ---- attention ------------------------------------------------------------------------------------------------
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        workspace_bytes: int | None = None,
+        max_query_len: int = 0,
+        multiprocessors: int = 2,
+    ) -> Tensor:
+        """workspace_bytes: None for as many as the launcher's companion says. multiprocessors: how many the grid is
+        made for; few, so that a block has several items."""
+        if out is None:
+            out = torch.full((*query.shape[:2], value_cache.shape[3]), torch.nan, dtype=query.dtype)
+        (num_seqs, width), (kv_heads, block_size) = block_tables.shape, key_cache.shape[1:3]
+        longest = width * block_size
+        if workspace_bytes is None:
+            wanted = (num_seqs, max_query_len or len(query), longest, query.shape[1], kv_heads, value_cache.shape[3])
+            workspace_bytes = self.launchers.number("paged_attention_workspace", *wanted)
+        workspace = torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8)
+        per_head = key_scale is not None and key_scale.numel() > 1
+        self.launch(
+            "paged_attention", out, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, sinks,
+            key_scale, value_scale, workspace, workspace_bytes, len(query), num_seqs, max_query_len, longest,
+            block_tables.stride(0), *query.stride()[:2], *out.stride()[:2], key_cache.stride(0), value_cache.stride(0),
+            query.shape[1], kv_heads, block_size, key_cache.shape[3], value_cache.shape[3], window or 0, chunk or 0,
+            causal, CODES[query.dtype], CODES[key_cache.dtype], per_head, multiprocessors, float(scale),
+            float(softcap or 0), changes=[out],
+        )  # fmt: skip
+        return out
+
     # ---- sampling -------------------------------------------------------------------------------------------------
 
     def sample(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class Batch:
     """Sequences of `lengths` keys, the last `queries` of which are computed in this step.
 
     `prefixes`: a sequence begins with so many tokens of an earlier one, in the same blocks: {sequence: (of, tokens)}.
+    `kernels`: what computes, engine.ops or a LaunchedOps. `scales`: of keys and values in a cache of fp8, which only
+    the latter has; None: the cache is of `dtype`.
     """
 
     def __init__(
@@ -50,13 +53,20 @@ class Batch:
         dtype: torch.dtype,
         seed: int = 0,
         prefixes: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        kernels: Any = ops,
+        scales: tuple[float, float] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def random(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator).to(dtype)
 
-        self.shape, self.dtype, self.lengths, self.query_counts = shape, dtype, lengths, queries
+        self.shape, self.dtype, self.lengths, self.query_counts, self.kernels = shape, dtype, lengths, queries, kernels
+        self.options: dict[str, Any] = {}  # further arguments of kernels.paged_attention
+        rest: list[Tensor] = []  # further arguments of kernels.reshape_and_cache
+        if scales is not None:
+            rest = [torch.tensor([scale]) for scale in scales]
+            self.options = dict(key_scale=rest[0], value_scale=rest[1])
         heads = shape.kv_heads * shape.group
         self.keys = [random(n, shape.kv_heads, shape.key_dim) for n in lengths]
         self.values = [random(n, shape.kv_heads, shape.value_dim) for n in lengths]
@@ -64,7 +74,8 @@ class Batch:
         self.sinks = torch.randn(heads, generator=generator) if shape.sinks else None
         per_seq = [-(-n // shape.block_size) for n in lengths]
         num_blocks = sum(per_seq) + 2
-        self.key_cache, self.value_cache = empty_caches(num_blocks, shape, dtype)
+        cached = dtype if scales is None else torch.float8_e4m3fn
+        self.key_cache, self.value_cache = empty_caches(num_blocks, shape, cached)
         order = torch.randperm(num_blocks, generator=generator).tolist()
         self.blocks = [[order.pop() for _ in range(n)] for n in per_seq]
         for sequence, (source, tokens) in prefixes.items():
@@ -73,7 +84,11 @@ class Batch:
             count = tokens // shape.block_size
             self.blocks[sequence][:count] = self.blocks[source][:count]
         for keys, values, blocks in zip(self.keys, self.values, self.blocks, strict=True):
-            ops.reshape_and_cache(keys, values, self.key_cache, self.value_cache, self.slots(blocks, len(keys)))
+            slots = self.slots(blocks, len(keys))
+            kernels.reshape_and_cache(keys, values, self.key_cache, self.value_cache, slots, *rest)
+        if scales is not None:  # exact() starts from what the cache can hold
+            for scale, rows in zip(scales, (self.keys, self.values), strict=True):
+                rows[:] = [((x.float() / scale).to(cached).double() * scale) for x in rows]
 
     def slots(self, blocks: list[int], length: int) -> Tensor:
         size = self.shape.block_size
@@ -99,7 +114,7 @@ class Batch:
         query = torch.cat([self.queries[s][begin:end] for s, begin, end in pieces])
         starts = torch.tensor([0] + [end - begin for _, begin, end in pieces]).cumsum(0).int()
         out = torch.full((*query.shape[:2], self.shape.value_dim), torch.nan, dtype=self.dtype)
-        return ops.paged_attention(
+        return self.kernels.paged_attention(
             query,
             self.key_cache,
             self.value_cache,
@@ -112,6 +127,7 @@ class Batch:
             softcap=self.shape.softcap,
             sinks=self.sinks,
             out=out,
+            **self.options,
         )
 
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +152,7 @@ def empty_caches(num_blocks: int, shape: Shape, dtype: torch.dtype) -> tuple[Ten
     """Key and value views of one NaN-filled buffer, K then V inside a block, as the engine allocates them."""
     split = shape.kv_heads * shape.block_size * shape.key_dim
     size = split + shape.kv_heads * shape.block_size * shape.value_dim
-    buffer = torch.full((num_blocks, size), torch.nan, dtype=dtype)
+    buffer = torch.full((num_blocks, size * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)  # NaN in each
     return (
         buffer[:, :split].view(num_blocks, shape.kv_heads, shape.block_size, shape.key_dim),
         buffer[:, split:].view(num_blocks, shape.kv_heads, shape.block_size, shape.value_dim),
@@ -145,8 +161,10 @@ def empty_caches(num_blocks: int, shape: Shape, dtype: torch.dtype) -> tuple[Ten
 
 def assert_close(got: Tensor, exact: Tensor, size: Tensor, float32_error: float = 4e-6) -> None:
     """bfloat16: probabilities and the output are each rounded to 8 bits, so the error is at most 2 * 2^-8 of `size`
-    and a little for float32 work. float32: what sums of up to 256 products lose in the scores, `float32_error`."""
-    bound = size * (float32_error + (2.0**-7 if got.dtype == torch.bfloat16 else 0)) + 1e-6
+    and a little for float32 work; float16: to 11. float32: what sums of up to 256 products lose in the scores,
+    `float32_error`."""
+    rounding = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 0.0}[got.dtype]
+    bound = size * (float32_error + rounding) + 1e-6
     error = (got.double() - exact).abs()
     assert not got.isnan().any(), "NaN in the output"
     worst = int((error - bound).argmax())
