@@ -44,7 +44,7 @@ def test_complaints(used: int, stack: int, table: dict[str, int], complaint: str
 
 def test_every_kernel_is_in_the_table() -> None:
     """As far as the sources tell; the compiler's log tells the rest."""
-    sources = [path.read_text() for path in sorted(Path(check.TABLE.parent).glob("*.cu"))]
+    sources = [path.read_text() for path in sorted(Path(check.TABLE.parent).glob("*.cu*"))]
     kernels = {
         name
         for text in sources
