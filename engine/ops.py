@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 
-def library_candidates() -> list[Path]:
-    """Where a built `_C.so` may lie: beside this file, in site-packages (editable install), in build/ (inner loop)."""
+def library_candidates(name: str = "_C.so") -> list[Path]:
+    """Where a built library may lie: beside this file, in site-packages (editable install), in build/ (inner loop)."""
     here = Path(__file__).resolve().parent
-    places = [here / "_C.so", Path(sysconfig.get_path("platlib")) / "engine" / "_C.so"]
-    return [p for p in [*places, *sorted((here.parent / "build").glob("*/_C.so"))] if p.is_file()]
+    places = [here / name, Path(sysconfig.get_path("platlib")) / "engine" / name]
+    return [p for p in [*places, *sorted((here.parent / "build").glob(f"*/{name}"))] if p.is_file()]
 
 
 def _load() -> Path:
@@ -34,7 +34,18 @@ def _load() -> Path:
     return newest
 
 
+def _load_cuda() -> Path | None:
+    """The same for `_C_cuda`, the kernels for CUDA tensors; None without one, or in a torch without CUDA."""
+    found = library_candidates("_C_cuda.so") if torch.version.cuda is not None else []
+    if not found:
+        return None
+    newest = max(found, key=lambda p: p.stat().st_mtime_ns)
+    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return newest
+
+
 LIBRARY = _load()
+CUDA_LIBRARY = _load_cuda()
 _ops = torch.ops.pagemill
 
 

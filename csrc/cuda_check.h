@@ -1,0 +1,62 @@
+// What the CUDA ops share: argument checks, the stream of a call, the launchers' codes.
+//
+// Values on the device (lengths, tables, slots, ids) are not looked at: that would wait for the device.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include "check.h"
+
+// Declared by torch only where it is built with CUDA, and absent from any other: weak, so that the library still loads
+// there. It is called for tensors on a GPU only.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace pagemill {
+
+inline void check_cuda(const char* op, const char* argument, const Tensor& tensor) {
+  if (!tensor.is_cuda()) fail(op, argument, "wanted a CUDA tensor");
+}
+
+// The launchers' code of an element type (ElementCode of cuda/numbers.cuh).
+inline int64_t element_code(const char* op, const char* argument, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return 0;
+    case ScalarType::BFloat16: return 1;
+    case ScalarType::Half: return 2;
+    case ScalarType::Float8_e4m3fn: return 3;
+    default: fail(op, argument, "wanted float32, bfloat16, float16 or float8_e4m3fn, got ",
+                  dtype_text(tensor.scalar_type()));
+  }
+}
+
+// While it lives, a tensor's device is the current one; its stream is torch's current stream there.
+class DeviceCall {
+ public:
+  DeviceCall(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
+    if (aoti_torch_get_current_cuda_stream == nullptr) fail(op, "this torch", "is built without CUDA");
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+
+  void* stream() const { return stream_; }
+
+  void check(int status) const {
+    if (status != 0) fail(op_, "launch", "CUDA error ", status);
+  }
+
+ private:
+  const char* op_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+
+// Data of a contiguous tensor on the device, or null.
+template <typename T>
+const T* device_data(const char* op, const char* argument, const std::optional<Tensor>& tensor, ScalarType type) {
+  if (!tensor.has_value()) return nullptr;
+  check_cuda(op, argument, *tensor);
+  check_dtype(op, argument, *tensor, type);
+  check_contiguous(op, argument, *tensor);
+  return static_cast<const T*>(tensor->const_data_ptr());
+}
+
+}  // namespace pagemill
