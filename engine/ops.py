@@ -53,7 +53,8 @@ _ops = torch.ops.pagemill
 
 
 def isa() -> str:
-    """The active level: "portable", "avx2", "avx512", "amx" (or "amx_emulated", which only tests choose)."""
+    """The active level: "portable"; on x86 "avx2", "avx512", "amx" (or "amx_emulated", which only tests choose); on
+    Arm "neon", "neon_bf16"."""
     return str(_ops.isa())
 
 

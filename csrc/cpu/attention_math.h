@@ -34,6 +34,8 @@ inline float largest_lane(Vec v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return two[0] > two[1] ? two[0] : two[1];
+#elif defined(PAGEMILL_NEON)
+  return vmaxvq_f32((float32x4_t)v);
 #else
   return max_lanes(v);
 #endif

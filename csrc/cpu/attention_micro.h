@@ -4,13 +4,14 @@
 // bf16 along the axis that is summed over. A traits class says how a word is multiplied by a query row's entry:
 //   F32    one fused multiply-add
 //   Split  bf16 without dot-product instructions: shift and mask give two floats, two fused multiply-adds
-//   Dot    bf16 by vdpbf16ps
+//   Dot    bf16 by a dot-product instruction (vdpbf16ps, bfdot)
 // Every (row, key) score and every (row, dim) output has one accumulator and takes its terms in storage order, so how
 // many rows and tiles a call holds does not change a bit.
 #pragma once
 
 #include "cpu/attention.h"
 #include "cpu/attention_math.h"
+#include "cpu/lanes_bf16.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
@@ -58,7 +59,7 @@ struct Split {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEMILL_BF16_DOT)
 struct Dot {
   static constexpr int64_t max_rows = kPairRows;
   static constexpr bool whole_tiles = false;
@@ -71,7 +72,7 @@ struct Dot {
   static Vec step(Vec sum, const float* row, Column c) {
     int32_t pair;
     __builtin_memcpy(&pair, row, sizeof pair);
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)c.pairs);
+    return dot_pairs(sum, IntVec{} + pair, c.pairs);
   }
 };
 #endif

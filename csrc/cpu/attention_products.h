@@ -11,7 +11,7 @@ namespace {
 
 #if defined(__AMX_BF16__) || defined(PAGEMILL_AMX_EMULATED)
 using Bf16 = Amx;
-#elif defined(__AVX512BF16__)
+#elif defined(PAGEMILL_BF16_DOT)
 using Bf16 = Dot;
 #else
 using Bf16 = Split;
@@ -47,9 +47,9 @@ struct Products<Amx> {
 // fill the row from its front half and never pass the scores still to be read.
 template <typename T>
 inline void put_probabilities(float* row, int64_t column, Vec p) {
-#if defined(__AVX512BF16__)
+#if defined(PAGEMILL_BF16_DOT)
   if constexpr (T::words_per_step == 1 && T::steps_per_tile == 8) {
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)p);
+    const HalfVec rounded = narrow(p);
     __builtin_memcpy(reinterpret_cast<char*>(row) + column * 2, &rounded, sizeof rounded);
     return;
   }

@@ -1,4 +1,5 @@
-// Chooses the level with cpuid. AMX also needs the kernel's leave to use tile registers, asked for once per process.
+// Chooses the level with cpuid, on Arm by the kernel's list of features. AMX also needs the kernel's leave to use tile
+// registers, asked for once per process.
 #include "cpu/isa.h"
 
 #include <atomic>
@@ -6,6 +7,9 @@
 #if defined(PAGEMILL_WITH_amx) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if defined(PAGEMILL_WITH_neon_bf16) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace pagemill {
@@ -26,6 +30,12 @@ PAGEMILL_EXTERN_TABLE(amx)
 #endif
 #ifdef PAGEMILL_WITH_amx_emulated
 PAGEMILL_EXTERN_TABLE(amx_emulated)
+#endif
+#ifdef PAGEMILL_WITH_neon
+PAGEMILL_EXTERN_TABLE(neon)
+#endif
+#ifdef PAGEMILL_WITH_neon_bf16
+PAGEMILL_EXTERN_TABLE(neon_bf16)
 #endif
 
 namespace {
@@ -63,6 +73,17 @@ bool has_amx() {
 }
 #endif
 
+#ifdef PAGEMILL_WITH_neon_bf16
+bool has_neon_bf16() {
+#ifdef __linux__
+  constexpr unsigned long kBase = HWCAP_ASIMDDP | HWCAP_ATOMICS, kDots = HWCAP2_BF16 | HWCAP2_I8MM;  // Armv8.2 has atomics
+  return (getauxval(AT_HWCAP) & kBase) == kBase && (getauxval(AT_HWCAP2) & kDots) == kDots;
+#else
+  return false;
+#endif
+}
+#endif
+
 struct Level {
   const char* name;
   const KernelTable* table;
@@ -83,6 +104,12 @@ constexpr Level kLevels[] = {
 #endif
 #ifdef PAGEMILL_WITH_amx_emulated
     {"amx_emulated", &amx_emulated::kTable, has_avx512, false},
+#endif
+#ifdef PAGEMILL_WITH_neon
+    {"neon", &neon::kTable, always, true},
+#endif
+#ifdef PAGEMILL_WITH_neon_bf16
+    {"neon_bf16", &neon_bf16::kTable, has_neon_bf16, true},
 #endif
 };
 

@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(PAGEMILL_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace pagemill::PAGEMILL_LEVEL {
@@ -47,6 +49,8 @@ inline Vec fused(Vec a, Vec b, Vec c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(PAGEMILL_NEON)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #elif defined(__FP_FAST_FMAF)
   Vec r;
   for (int64_t i = 0; i < kLanes; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -77,6 +81,9 @@ inline float sum_lanes(Vec v) {
   const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
   const __m128 two = four + _mm_movehl_ps(four, four);
   return two[0] + two[1];
+#elif defined(PAGEMILL_NEON)
+  const float32x2_t two = vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 #else
   float lane[kLanes];
   store(lane, v);

@@ -13,7 +13,7 @@ namespace {
 struct AmxTiles {
   using T = uint16_t;
   static constexpr int kMaxRows = 32;
-  static constexpr bool kEvenTiles = false;  // a tile costs what 16 rows cost
+  static constexpr int64_t kRowUnit = 32;  // full tiles first: the last one costs what 16 rows cost, or 32
   static constexpr int64_t kFewRows = 4;
   static constexpr int64_t kStepBytes = kLine;
   static constexpr int64_t kDeep = 16;  // steps, pairs of K, per tile

@@ -106,8 +106,8 @@ struct Plan {
   }
 };
 
-// Tiles: `T`, the type of x; `kMaxRows` rows at most per tile; `kEvenTiles`, whether a tile costs what its rows cost, so
-// that 8 + 8 rows are better than 12 + 4; `kFewRows`: see look_ahead; `steps` of K in a panel, of `kStepBytes` each;
+// Tiles: `T`, the type of x; `kMaxRows` rows at most per tile, `kRowUnit` of which cost what one costs: rows are dealt
+// evenly in such units, as 8 + 8 are better than 12 + 4 where one row is a unit; `kFewRows`: see look_ahead; `steps` of K in a panel, of `kStepBytes` each;
 // `prepare` and `multiply`.
 template <class Tiles>
 struct Worker {
@@ -126,8 +126,8 @@ struct Worker {
         prepared(static_cast<char*>(thread_scratch(size_t((plan.block_rows + 31) / 32 * 32 * row_bytes)))) {}
 
   int64_t tile_start(int64_t t) const {
-    if (Tiles::kEvenTiles) return t * rows / tiles;
-    return t * kMaxRows < rows ? t * kMaxRows : rows;
+    const int64_t units = (rows + Tiles::kRowUnit - 1) / Tiles::kRowUnit, at = t * units / tiles * Tiles::kRowUnit;
+    return at < rows ? at : rows;
   }
 
   void hold(int64_t block) {

@@ -97,7 +97,7 @@ struct GroupDots {
   }
 };
 
-#else
+#elif !defined(PAGEMILL_NEON)  // Arm's are in linear_quant_dots_neon.h
 
 // In float32, which holds every sum of a group exactly.
 template <int BITS>
@@ -131,3 +131,7 @@ struct GroupDots {
 
 }  // namespace
 }  // namespace pagemill::PAGEMILL_LEVEL
+
+#if defined(PAGEMILL_NEON)
+#include "cpu/linear_quant_dots_neon.h"
+#endif

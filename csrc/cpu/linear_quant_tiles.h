@@ -84,7 +84,7 @@ struct QuantTiles {
 #else
   static constexpr int kMaxRows = 4;
 #endif
-  static constexpr bool kEvenTiles = true;
+  static constexpr int64_t kRowUnit = 1;
   static constexpr int64_t kFewRows = BITS == 8 ? 4 : 2;  // of 4 bits there is more to do per byte
   static constexpr int64_t kStepBytes = quant_group_bytes({BITS, MINIMUMS});
 

@@ -4,7 +4,7 @@
 // the rows of one group lie side by side whatever their strides were, and preparing bfloat16 is copying lines.
 #pragma once
 
-#include "cpu/lanes_io.h"
+#include "cpu/lanes_bf16.h"
 #include "cpu/linear_ahead.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
@@ -12,6 +12,15 @@ namespace {
 
 constexpr int kLine = kPanelColumns * 4;  // bytes of a panel's step: 32 floats or 32 pairs
 constexpr int kPanelVecs = kPanelColumns / kLanes;
+
+// Register budget of a tile: its rows, and the vectors of a panel it takes at a time from three rows on.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVecs = 2;  // 24 accumulators, 2 weights, 1 broadcast: 27 of 32 registers
+#elif defined(PAGEMILL_NEON)
+constexpr int kTileRows = 4, kTileVecs = 4;  // 16 accumulators, 4 weights; all rows' broadcasts are loaded at once: 28 of 32
+#else
+constexpr int kTileRows = 6, kTileVecs = 2;  // 12 accumulators, 2 weights, 1 broadcast: 15 of 16
+#endif
 
 // How values are multiplied. `X`: one prepared step of one row; `kDepth`: values of K in a step; `kGroup`: steps that
 // are prepared together. `prepare` takes the values of one row that fall into a
@@ -42,7 +51,7 @@ struct Float32Products {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEMILL_BF16_DOT)
 struct Bfloat16Products {
   using T = uint16_t;
   using X = uint32_t;  // a pair
@@ -50,20 +59,25 @@ struct Bfloat16Products {
   static constexpr int64_t kGroup = 16;
 
   static PAGEMILL_INLINE void prepare(const T* from, int64_t count, X* to) {
+#if defined(__AVX512BF16__)
     const __mmask32 used = count >= 32 ? 0xffffffffu : (1u << count) - 1;
     _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(used, from));
+#else
+    __builtin_memset(to, 0, kGroup * sizeof(X));
+    __builtin_memcpy(to, from, size_t(count) * sizeof(T));
+#endif
   }
 
   template <int ROWS, int VECS>
   static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
-    __m512i w[VECS];
+    IntVec w[VECS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) w[v] = _mm512_loadu_si512(line + v * (kLanes * 4));
+    for (int v = 0; v < VECS; ++v) w[v] = load_words(reinterpret_cast<const int32_t*>(line) + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      __m512i pair = _mm512_set1_epi32(int32_t(x[r * kGroup]));
+      const IntVec pair = IntVec{} + int32_t(x[r * kGroup]);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)pair, (__m512bh)w[v]);
+      for (int v = 0; v < VECS; ++v) acc[r][v] = dot_pairs(acc[r][v], pair, w[v]);
     }
   }
 };
@@ -101,7 +115,7 @@ struct Bfloat16Products {
 template <class Products, int ROWS>
 void tile(const char* prepared, const char* panel, int64_t steps, Ahead ahead, float* sums) {
   using X = typename Products::X;
-  constexpr int kVecs = ROWS <= 2 || kPanelVecs < 2 ? kPanelVecs : 2;
+  constexpr int kVecs = ROWS <= 2 || kPanelVecs < kTileVecs ? kPanelVecs : kTileVecs;
   constexpr int64_t kGroup = Products::kGroup;
   const int64_t groups = (steps + kGroup - 1) / kGroup;
   const X* rows = reinterpret_cast<const X*>(prepared);
@@ -129,12 +143,8 @@ template <class Products>
 struct VectorTiles {
   using T = typename Products::T;
   using X = typename Products::X;
-#if defined(__AVX512F__)
-  static constexpr int kMaxRows = 12;  // 12 x 2 accumulators, 2 weights, 1 broadcast: 27 of 32 registers
-#else
-  static constexpr int kMaxRows = 6;  // 6 x 2 accumulators, 2 weights, 1 broadcast: 15 of 16 registers
-#endif
-  static constexpr bool kEvenTiles = true;
+  static constexpr int kMaxRows = kTileRows;
+  static constexpr int64_t kRowUnit = 1;
   static constexpr int64_t kFewRows = 4;
   static constexpr int64_t kStepBytes = kLine;
 
@@ -156,23 +166,10 @@ struct VectorTiles {
     }
   }
 
+  template <int ROWS = kMaxRows>
   static void multiply(int rows, const char* prepared, const char* panel, int64_t steps, Ahead ahead, float* sums) {
-    switch (rows) {
-      case 1: return tile<Products, 1>(prepared, panel, steps, ahead, sums);
-      case 2: return tile<Products, 2>(prepared, panel, steps, ahead, sums);
-      case 3: return tile<Products, 3>(prepared, panel, steps, ahead, sums);
-      case 4: return tile<Products, 4>(prepared, panel, steps, ahead, sums);
-      case 5: return tile<Products, 5>(prepared, panel, steps, ahead, sums);
-      case 6: return tile<Products, 6>(prepared, panel, steps, ahead, sums);
-#if defined(__AVX512F__)
-      case 7: return tile<Products, 7>(prepared, panel, steps, ahead, sums);
-      case 8: return tile<Products, 8>(prepared, panel, steps, ahead, sums);
-      case 9: return tile<Products, 9>(prepared, panel, steps, ahead, sums);
-      case 10: return tile<Products, 10>(prepared, panel, steps, ahead, sums);
-      case 11: return tile<Products, 11>(prepared, panel, steps, ahead, sums);
-      case 12: return tile<Products, 12>(prepared, panel, steps, ahead, sums);
-#endif
-    }
+    if (rows == ROWS) return tile<Products, ROWS>(prepared, panel, steps, ahead, sums);
+    if constexpr (ROWS > 1) multiply<ROWS - 1>(rows, prepared, panel, steps, ahead, sums);
   }
 };
 

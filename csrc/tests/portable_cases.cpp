@@ -1,6 +1,7 @@
-// Runs the attention and cache kernels against plain loops in double, without torch or Python: what CI cross-compiles
-// and runs under an emulator for machines it has not got. Every level the machine offers is run, the portable one
-// everywhere. Prints one line per level; the exit code is the number of failed cases, at most 100.
+// Runs the kernels, the decoder and its threads against plain loops in double, without torch or Python: what CI
+// cross-compiles and runs under an emulator for machines it has not got, and what the sanitizers watch. The attention and
+// cache cases are in this file. Every level the machine offers is run, the portable one everywhere, or those named as
+// arguments. Prints one line per level; the exit code is the number of failed cases, at most 100.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,9 +12,11 @@
 
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
+#include "decoder_cases.h"
 #include "layer_cases.h"
 #include "plan_cases.h"
 #include "quant_cases.h"
+#include "team_cases.h"
 
 namespace {
 
@@ -43,7 +46,11 @@ constexpr Case kCases[] = {
     {"sinks bf16", 1, 8, 64, 64, 16, 120, 0, 20.0f, true, kBf16},
 };
 constexpr int64_t kLengths[] = {1, 16, 17, 255, 257, 600};
-constexpr int64_t kQueries[] = {1, 16, 1, 100, 257, 40};
+#if defined(PAGEMILL_SHORT_CASES)  // for emulators and sanitizers
+constexpr int64_t kQueries[] = {1, 16, 1, 40, 131, 40}, kComparedEvery = 5;
+#else
+constexpr int64_t kQueries[] = {1, 16, 1, 100, 257, 40}, kComparedEvery = 1;
+#endif
 constexpr int64_t kNumSeqs = 6;
 
 struct Random {
@@ -162,7 +169,7 @@ class Fixture {
     const double allowed = case_.type == kF32 ? 4e-6 : std::ldexp(1.0, -7);
     bool good = true;
     for (int64_t s = 0; s < kNumSeqs; ++s) {
-      for (int64_t q = 0; q < kQueries[s]; ++q) {
+      for (int64_t q = 0; q < kQueries[s]; q += kComparedEvery) {
         for (int64_t h = 0; h < heads(); ++h) good = row_close(out, s, q, h, allowed) && good;
       }
     }
@@ -285,7 +292,10 @@ class Fixture {
 };
 
 int run_level(const std::string& level) {
-  set_level(level);
+  if (!set_level(level)) {
+    std::printf("level %s: not here\n", level.c_str());
+    return 1;
+  }
   int failed = 0, passed = 0;
   for (const Case& c : kCases) {
     const Fixture fixture(c);
@@ -295,16 +305,17 @@ int run_level(const std::string& level) {
     if (!invariant) std::printf("%s: %s: a row's bits depend on its batch\n", level.c_str(), c.name);
     (close && invariant ? passed : failed) += 1;
   }
-  const int layers_failed = run_layer_cases(level) + run_quant_cases(level);
+  const int layers_failed = run_layer_cases(level) + run_quant_cases(level) + run_decoder_cases(level);
   std::printf("level %s: %d passed, %d failed; layers: %d failed\n", level.c_str(), passed, failed, layers_failed);
   return failed + layers_failed;
 }
 
 }  // namespace
 
-int main() {
-  const std::string levels = pagemill::available_levels();
-  int failed = pagemill::run_plan_cases();
+int main(int count, char** arguments) {
+  int failed = pagemill::run_team_cases() + pagemill::run_plan_cases();
+  for (int i = 1; i < count; ++i) failed += run_level(arguments[i]);
+  const std::string levels = count > 1 ? "" : pagemill::available_levels();
   for (size_t begin = 0; begin < levels.size();) {
     const size_t end = std::min(levels.find(',', begin), levels.size());
     failed += run_level(levels.substr(begin, end - begin));

@@ -13,13 +13,13 @@ from typing import Any
 from engine.config import Dtype, StartError
 from engine.outputs import SamplingDefaults
 
-_BF16_LEVELS = frozenset({"avx512", "amx"})  # the ISA levels of csrc that have bfloat16 instructions
+_BF16_LEVELS = frozenset({"avx512", "amx", "neon_bf16"})  # the ISA levels of csrc that have bfloat16 instructions
 
 
 def choose_dtype(requested: Dtype, isa_level: str) -> str:
     """The dtype to compute in on a CPU: "float32" or "bfloat16".
 
-    isa_level: the level of the native library in use ("portable", "avx2", "avx512", "amx"); "auto" takes bfloat16
+    isa_level: the level of the native library in use (config.CpuIsa without "auto"); "auto" takes bfloat16
     where it is an instruction, since elsewhere it is emulated and slower than float32. Raises StartError.
     """
     if requested == "float16":

@@ -1,6 +1,10 @@
-"""Speed of paged attention: GB/s of K and V read in decode, time and GFLOP/s of a prompt chunk, beside torch's SDPA.
+"""Speed of paged attention beside its floors and beside torch's SDPA.
 
-    python tests/bench/bench_attention.py [--threads 1 2] [--isa avx512]
+    python -m tests.bench.bench_attention [--threads 1 2] [--isa avx512]
+
+The floors (yardsticks.py, measured just before): B reading K and V once at the rate of a streaming read, F the two
+products at the rate of the level's dot instruction, exponentials not counted; last how many times the higher one ours
+takes.
 
 Decode walks over as many layers' caches as 160 MB hold, so that K and V come from memory, as they do in a step of a
 model. `shared`: all sequences begin with so many tokens in the same blocks; beside it the same batch with blocks of
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from tests.bench.yardsticks import Yardsticks
 
 DECODE = ((16, 512, 3, 3, 64), (64, 2048, 3, 3, 64), (16, 1024, 8, 4, 128), (1, 2048, 3, 3, 64))
 SHARED = ((16, 1060, 1024, 3, 3, 64), (64, 1060, 1024, 3, 3, 64), (16, 1060, 1024, 1, 4, 256))
@@ -70,7 +75,7 @@ def decode_seconds(caches: list[Cache], table: Tensor, length: int, query: Tenso
     return best(lambda: ops.paged_attention(query, *next(turns), table, starts, lengths, scale=dim**-0.5))
 
 
-def decode(num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> str:
+def decode(yardsticks: Yardsticks, num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> str:
     table = make_table(num_seqs, length)
     caches = make_caches(table.numel(), kv_heads, dim)
     query = torch.randn(num_seqs, kv_heads * group, dim).to(DTYPE)
@@ -87,18 +92,24 @@ def decode(num_seqs: int, length: int, kv_heads: int, group: int, dim: int) -> s
 
     theirs = best(dense, repeats=3)
     size = num_seqs * length * kv_heads * dim * 2 * 2
-    return f"{size / ours / 1e9:6.1f} GB/s ({ours * 1e6:8.0f} us)   torch {size / theirs / 1e9:5.1f} GB/s"
+    floors = yardsticks.floors(size, size * group, "bfloat16")  # a number of 2 bytes: a multiplication, an addition
+    return f"{floors.judge(ours * 1e6)}   {ours * 1e6:8.0f} us   torch {theirs * 1e6:8.0f} us"
 
 
-def shared(num_seqs: int, length: int, common: int, kv_heads: int, group: int, dim: int) -> str:
+def shared(
+    yardsticks: Yardsticks, num_seqs: int, length: int, common: int, kv_heads: int, group: int, dim: int
+) -> str:
     query = torch.randn(num_seqs, kv_heads * group, dim).to(DTYPE)
     own_table, table = make_table(num_seqs, length), make_table(num_seqs, length, common)
     own = decode_seconds(make_caches(own_table.numel(), kv_heads, dim), own_table, length, query)
     ours = decode_seconds(make_caches(int(table.max()) + 1, kv_heads, dim), table, length, query)
-    return f"{ours * 1e6:8.0f} us   with blocks of their own {own * 1e6:8.0f} us"
+    per_token = kv_heads * dim * 2 * 2
+    read = (common + num_seqs * (length - common)) * per_token
+    floors = yardsticks.floors(read, num_seqs * length * per_token * group, "bfloat16")
+    return f"{floors.judge(ours * 1e6)}   {ours * 1e6:8.0f} us   with blocks of their own {own * 1e6:8.0f} us"
 
 
-def prefill(num_queries: int, length: int, kv_heads: int, group: int, dim: int) -> str:
+def prefill(yardsticks: Yardsticks, num_queries: int, length: int, kv_heads: int, group: int, dim: int) -> str:
     table = make_table(1, length)
     keys, values = make_caches(table.numel(), kv_heads, dim)[0]
     query = torch.randn(num_queries, kv_heads * group, dim).to(DTYPE)
@@ -116,7 +127,8 @@ def prefill(num_queries: int, length: int, kv_heads: int, group: int, dim: int) 
         repeats=3,
     )
     flops = 4 * kv_heads * group * dim * sum(range(length - num_queries + 1, length + 1))
-    return f"{ours * 1e3:7.2f} ms ({flops / ours / 1e9:6.1f} GFLOP/s)   torch {theirs * 1e3:7.2f} ms"
+    floors = yardsticks.floors(length * kv_heads * dim * 2 * 2, flops, "bfloat16")
+    return f"{floors.judge(ours * 1e6)}   {ours * 1e6:8.0f} us   torch {theirs * 1e6:8.0f} us"
 
 
 def main() -> None:
@@ -127,14 +139,15 @@ def main() -> None:
     ops.set_isa(arguments.isa)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        print(f"level {ops.isa()}, {threads} thread(s), {DTYPE}; seqs x length, kv heads, group, head dim")
+        yardsticks = Yardsticks.measure(threads, ("bfloat16",))
+        print(f"level {ops.isa()}, {DTYPE}; seqs x length, kv heads, group, head dim\n{yardsticks}")
         for seqs, length, *rest in DECODE:
-            print(f"  decode  {seqs:3d} x {length}, {rest}: {decode(seqs, length, *rest)}", flush=True)
+            print(f"  decode  {seqs:3d} x {length}, {rest}: {decode(yardsticks, seqs, length, *rest)}", flush=True)
         for seqs, length, common, *rest in SHARED:
             print(f"  shared  {seqs:3d} x {length}, {common} shared, {rest}: ", end="")
-            print(shared(seqs, length, common, *rest), flush=True)
+            print(shared(yardsticks, seqs, length, common, *rest), flush=True)
         for queries, length, *rest in PREFILL:
-            print(f"  prefill {queries} x {length}, {rest}: {prefill(queries, length, *rest)}", flush=True)
+            print(f"  prefill {queries} x {length}, {rest}: {prefill(yardsticks, queries, length, *rest)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The packed linear layer beside torch's, shape by shape, all contenders taken in turn within the same minute.
+"""The packed linear layer beside torch's and beside its floors, all contenders taken in turn within the same minute.
 
-    .venv/bin/python tests/bench/bench_linear.py [--dtype bfloat16] [--threads 1 2] [--rows 1 4 16 64 512 2048]
+    .venv/bin/python -m tests.bench.bench_linear [--dtype bfloat16] [--threads 1 2] [--rows 1 4 16 64 512 2048]
 
-Weights rotate over enough copies to leave the caches' inner levels, as the layers of a model do. Numbers are the best
-of several rounds, in microseconds per call: CPU time with one thread (a busy machine does not spoil it), wall time
-with more.
+Weights rotate over enough copies to leave the caches, as the layers of a model do. Numbers are the best of several
+rounds, in microseconds per call: CPU time with one thread (a busy machine does not spoil it), wall time with more. The
+floors (yardsticks.py, measured just before): B reading the weight and x and writing the result once at the rate of a
+streaming read, F all multiplications and additions at the rate of the level's instruction; last how many times the
+higher one ours takes.
 """
 
 from __future__ import annotations
@@ -18,24 +20,35 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from engine import ops
+from tests.bench.yardsticks import Kind, Yardsticks
 
 SHAPES = [(1536, 576), (576, 1536), (960, 576), (49152, 576)]  # (out_features, in_features)
-ROTATED_BYTES = 48 << 20
+ROTATED_BYTES = 128 << 20
 Call = Callable[[int], Tensor]  # index of the weight copy -> output
 
 
-def contenders(n: int, k: int, x: Tensor, copies: int) -> dict[str, Call]:
-    weights = [torch.randn(n, k).to(x.dtype) for _ in range(copies)]
-    packed = [ops.pack_linear(w) for w in weights]
-    calls: dict[str, Call] = {
-        "pagemill": lambda i: ops.linear(x, packed[i], None, n),
-        "F.linear": lambda i: functional.linear(x, weights[i]),
-    }
-    mkldnn = torch.ops.mkldnn
-    if x.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-        prepacked = [mkldnn._reorder_linear_weight(w) for w in weights]
-        calls["oneDNN prepacked"] = lambda i: mkldnn._linear_pointwise(x, prepacked[i], None, "none", [], "")
-    return calls
+class Layer:
+    """Copies of one weight [n, k] as each contender wants them."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
+        self.n = n
+        self.copies = max(1, ROTATED_BYTES // (n * k * dtype.itemsize))
+        first = torch.randn(n, k).to(dtype)
+        self._plain = [first.clone() for _ in range(self.copies)]
+        self._packed = [ops.pack_linear(first) for _ in range(self.copies)]
+        self._reordered: list[Tensor] = []
+        if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+            self._reordered = [torch.ops.mkldnn._reorder_linear_weight(first) for _ in range(self.copies)]
+
+    def contenders(self, x: Tensor) -> dict[str, Call]:
+        calls: dict[str, Call] = {
+            "pagemill": lambda i: ops.linear(x, self._packed[i], None, self.n),
+            "F.linear": lambda i: functional.linear(x, self._plain[i]),
+        }
+        if self._reordered:
+            product = torch.ops.mkldnn._linear_pointwise
+            calls["oneDNN prepacked"] = lambda i: product(x, self._reordered[i], None, "none", [], "")
+        return calls
 
 
 def microseconds(call: Call, copies: int, rounds: int, limit_s: float, clock: Callable[[], float]) -> float:
@@ -59,20 +72,26 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=0.4, help="seconds per number")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
-    print(f"{ops.isa()}, {arguments.dtype}, torch {torch.__version__}; us per call, GFLOP/s of ours")
+    kind: Kind = arguments.dtype
+    print(f"{ops.isa()}, {arguments.dtype}, torch {torch.__version__}; us per call, best of ours over its floor")
     for threads in arguments.threads:
         torch.set_num_threads(threads)
+        yardsticks = Yardsticks.measure(threads, (kind,))
+        print(yardsticks)
         clock = time.thread_time if threads == 1 else time.perf_counter
         for n, k in SHAPES:
-            copies = max(1, ROTATED_BYTES // (n * k * dtype.itemsize))
+            layer = Layer(n, k, dtype)
             for m in arguments.rows:
                 if m * n > 1 << 26:
                     continue  # more output than weights: says nothing about the layer
-                calls = contenders(n, k, torch.randn(m, k).to(dtype), copies)
-                taken = {name: microseconds(call, copies, 20, arguments.limit, clock) for name, call in calls.items()}
-                rate = 2 * m * n * k / taken["pagemill"] / 1e3
+                calls = layer.contenders(torch.randn(m, k).to(dtype))
+                taken = {
+                    name: microseconds(call, layer.copies, 20, arguments.limit, clock) for name, call in calls.items()
+                }
                 row = "  ".join(f"{name} {us:9.1f}" for name, us in taken.items())
-                print(f"threads {threads}  {k:5d} -> {n:5d}  M {m:4d}  {row}   {rate:6.0f} GFLOP/s", flush=True)
+                floors = yardsticks.floors((n * k + m * (n + k)) * dtype.itemsize, 2 * m * n * k, kind)
+                judged = floors.judge(taken["pagemill"])
+                print(f"threads {threads}  {k:5d} -> {n:5d}  M {m:4d}  {row}   {judged}", flush=True)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,8 @@ def test_broken_json_is_one_sentence(text: str, tmp_path: Path) -> None:
         ("auto", "avx2", "float32"),
         ("auto", "avx512", "bfloat16"),
         ("auto", "amx", "bfloat16"),
+        ("auto", "neon", "float32"),
+        ("auto", "neon_bf16", "bfloat16"),
         ("float32", "amx", "float32"),
         ("bfloat16", "portable", "bfloat16"),
     ],

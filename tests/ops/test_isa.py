@@ -14,7 +14,7 @@ import torch
 from engine import ops
 from tests.ops.paged import Batch, Shape
 
-ORDER = ("portable", "avx2", "avx512", "amx", "amx_emulated")
+ORDER = ("portable", "avx2", "avx512", "amx", "amx_emulated", "neon", "neon_bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_levels_agree_within_rounding() -> None:
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs binutils")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="one level only elsewhere")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for Arm cross_aarch64.sh looks")
 def test_code_outside_the_levels_runs_on_any_x86_64() -> None:
     """An inline function compiled into two levels is merged by the linker into either copy; if it were the one with
     AVX in it, an older machine would die of it. So no wide register may appear outside the levels' own functions."""

@@ -1,0 +1,430 @@
+// A decoder of two layers that differ in all they can, fed three sequences in four steps: prompts, a chunk beside a
+// decode, decodes. Expected numbers come from loops in double that know neither caches nor batches.
+#include "decoder_cases.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "cpu/decoder.h"
+#include "cpu/isa.h"
+
+namespace pagemill {
+namespace {
+
+constexpr int64_t kHidden = 48, kInner = 40, kQueryHeads = 4, kKvHeads = 2, kDim = 20, kVocabulary = 67;
+constexpr int64_t kAttended = kQueryHeads * kDim, kHeads = kAttended + 2 * kKvHeads * kDim;
+constexpr int64_t kBlock = 16, kMaxBlocks = 20, kPositions = 300, kLayers = 2;
+constexpr double kEps = 1e-5, kSoftcap = 10, kEmbeddingScale = 2;
+using Doubles = std::vector<double>;
+
+struct Random {
+  uint64_t state = 88172645463325252ull;
+  double next() {  // uniform in [-1, 1)
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return static_cast<double>(state >> 40) / (1 << 23) - 1.0;
+  }
+};
+
+// Numbers in an element type, and the same in double.
+struct Numbers {
+  std::vector<char> bytes;
+  Doubles exact;
+
+  Numbers() = default;
+  Numbers(Doubles values, ElementType type) : bytes(values.size() * element_bytes(type)), exact(std::move(values)) {
+    for (size_t i = 0; i < exact.size(); ++i) {
+      const float x = static_cast<float>(exact[i]);
+      uint32_t word;
+      std::memcpy(&word, &x, 4);
+      if (type == ElementType::bf16) word = (word + 0x7fff + ((word >> 16) & 1)) & 0xffff0000;
+      float kept;
+      std::memcpy(&kept, &word, 4);
+      exact[i] = kept;
+      if (type == ElementType::bf16) word >>= 16;
+      std::memcpy(&bytes[i * element_bytes(type)], &word, element_bytes(type));
+    }
+  }
+};
+
+Doubles draw_numbers(Random& random, int64_t count, double scale, double middle = 0) {
+  Doubles values(static_cast<size_t>(count));
+  for (double& x : values) x = middle + random.next() * scale;
+  return values;
+}
+
+struct Norm {
+  Numbers weight;
+  RowNorm row;
+
+  void operator()(double* x, int64_t dim) const {
+    if (row.weight == nullptr) return;
+    double square = 0;
+    for (int64_t i = 0; i < dim; ++i) square += x[i] * x[i];
+    const double scale = 1 / std::sqrt(square / static_cast<double>(dim) + kEps);
+    for (int64_t i = 0; i < dim; ++i) {
+      x[i] *= scale * (weight.exact[i] + (row.variant == NormVariant::gemma ? 1 : 0));
+    }
+  }
+};
+
+struct Matrix {
+  Doubles weight;  // [out, in]
+  std::vector<float> bias;
+  std::vector<char> packed;
+  Product product;
+
+  Doubles operator()(const Doubles& x) const {
+    const int64_t in = product.in_features, out = static_cast<int64_t>(weight.size()) / in;
+    Doubles result(static_cast<size_t>(out));
+    for (int64_t n = 0; n < out; ++n) {
+      result[n] = bias.empty() ? 0 : bias[n];
+      for (int64_t k = 0; k < in; ++k) result[n] += weight[n * in + k] * x[k];
+    }
+    return result;
+  }
+};
+
+struct Layer {
+  Norm input, behind_attention, middle, behind_mlp, query, key;
+  Matrix qkv, output, gate_up, down;
+};
+
+double silu(double x) { return x / (1 + std::exp(-x)); }
+
+class Tiny {
+ public:
+  Tiny(ElementType type, bool is_quantised) : type_(type) {
+    model_.type = type;
+    model_.hidden = kHidden;
+    model_.intermediate = kInner;
+    model_.num_query_heads = kQueryHeads;
+    model_.num_kv_heads = kKvHeads;
+    model_.head_dim = kDim;
+    model_.scale = 1 / std::sqrt(static_cast<float>(kDim));
+    model_.softcap = kSoftcap;
+    model_.embedding_scale = kEmbeddingScale;
+    model_.block_size = kBlock;
+    embedding_ = Numbers(draw_numbers(random_, kVocabulary * kHidden, 1), type);
+    model_.embedding = embedding_.bytes.data();
+    fill_norm(final_norm_, kHidden, NormVariant::llama);
+    model_.final_norm = final_norm_.row;
+    fill(head_, kHidden, kVocabulary, false);
+    model_.head = head_.product;
+    fill_layers(is_quantised);
+    fill_ropes();
+  }
+
+  // Rows of `ids` behind the last norm, and their logits.
+  void expect(const std::vector<int64_t>& ids, std::vector<Doubles>& states, std::vector<Doubles>& logits) const {
+    std::vector<Doubles> residual;
+    for (int64_t id : ids) {
+      const auto row = embedding_.exact.begin() + id * kHidden;
+      residual.emplace_back(row, row + kHidden);
+      for (double& x : residual.back()) x *= kEmbeddingScale;
+    }
+    for (int64_t i = 0; i < kLayers; ++i) run_layer(layers_[i], i, residual);
+    states = residual;
+    for (Doubles& row : states) {
+      final_norm_(row.data(), kHidden);
+      logits.push_back(head_(row));
+    }
+  }
+
+  // With caches of its own; what is not written in them is NaN.
+  DecoderModel attach(std::vector<std::vector<char>>& caches, int64_t num_blocks) const {
+    DecoderModel model = model_;
+    caches.assign(2 * kLayers, std::vector<char>(num_blocks * kKvHeads * kBlock * kDim * element_bytes(type_), '\xff'));
+    for (int64_t i = 0; i < kLayers; ++i) {
+      model.layers[i].key_cache = caches[2 * i].data();
+      model.layers[i].value_cache = caches[2 * i + 1].data();
+      model.layers[i].key_block_stride = model.layers[i].value_block_stride = kKvHeads * kBlock * kDim;
+    }
+    return model;
+  }
+
+ private:
+  void fill_norm(Norm& norm, int64_t dim, NormVariant variant) {
+    norm.weight = Numbers(draw_numbers(random_, dim, 0.3, variant == NormVariant::gemma ? 0 : 1), type_);
+    norm.row = {norm.weight.bytes.data(), static_cast<float>(kEps), variant};
+  }
+
+  void fill(Matrix& matrix, int64_t in, int64_t out, bool has_bias, bool gated = false) {
+    const bool bf16 = type_ == ElementType::bf16;
+    const Numbers weight(draw_numbers(random_, out * in, 2 / std::sqrt(static_cast<double>(in))), type_);
+    const int64_t panels = packed_panels(out, gated);
+    matrix.weight = weight.exact;
+    matrix.packed.resize(static_cast<size_t>(panels * packed_steps(in, bf16) * kPanelColumns * 4));
+    kernels().pack_linear({weight.bytes.data(), in, matrix.packed.data(), out, in, bf16, gated}, 0, panels);
+    matrix.product = {matrix.packed.data(), nullptr, in, gated ? out / 2 : out};
+    matrix.product.is_gated = gated;
+    if (has_bias) fill_bias(matrix, out);
+  }
+
+  void fill_quantised(Matrix& matrix, int64_t in, int64_t out) {
+    constexpr QuantFormat kFormat{8, false};
+    std::vector<uint8_t> values(static_cast<size_t>(out * in));
+    const std::vector<uint16_t> scales(static_cast<size_t>(out * quant_groups(in)), 0x1c00);  // 2^-8
+    for (uint8_t& value : values) value = static_cast<uint8_t>(128 + random_.next() * 127);
+    for (uint8_t value : values) matrix.weight.push_back((value - 128) / 256.0);
+    const int64_t panels = (out + kPanelColumns - 1) / kPanelColumns;
+    matrix.packed.resize(static_cast<size_t>(panels * quant_groups(in) * quant_group_bytes(kFormat)));
+    kernels().pack_linear_quant({values.data(), in, scales.data(), nullptr, matrix.packed.data(), out, in, kFormat}, 0,
+                                panels);
+    matrix.product = {matrix.packed.data(), nullptr, in, out};
+    matrix.product.is_quantised = true;
+    matrix.product.format = kFormat;
+  }
+
+  void fill_bias(Matrix& matrix, int64_t out) {
+    for (int64_t n = 0; n < out; ++n) matrix.bias.push_back(static_cast<float>(random_.next()));
+    matrix.product.bias = matrix.bias.data();
+  }
+
+  void fill_layers(bool is_quantised) {
+    for (int64_t i = 0; i < kLayers; ++i) {
+      const bool second = i == 1;
+      Layer& layer = layers_[i];
+      fill_norm(layer.input, kHidden, second ? NormVariant::gemma : NormVariant::llama);
+      fill_norm(layer.middle, kHidden, NormVariant::float32);
+      if (second) {
+        fill_norm(layer.behind_attention, kHidden, NormVariant::gemma);
+        fill_norm(layer.behind_mlp, kHidden, NormVariant::llama);
+      } else {
+        fill_norm(layer.query, kDim, NormVariant::llama);
+        fill_norm(layer.key, kDim, NormVariant::gemma);
+      }
+      fill(layer.qkv, kHidden, kHeads, true);
+      fill(layer.output, kAttended, kHidden, second);
+      fill(layer.gate_up, kHidden, 2 * kInner, true, !second);
+      if (is_quantised) fill_quantised(layer.down, kInner, kHidden);
+      else fill(layer.down, kInner, kHidden, !second);
+      DecoderLayer made;
+      made.input = layer.input.row;
+      made.behind_attention = layer.behind_attention.row;
+      made.middle = layer.middle.row;
+      made.behind_mlp = layer.behind_mlp.row;
+      made.query = layer.query.row;
+      made.key = layer.key.row;
+      made.qkv = layer.qkv.product;
+      made.output = layer.output.product;
+      made.gate_up = layer.gate_up.product;
+      made.down = layer.down.product;
+      made.window = second ? 5 : 0;
+      made.rope = 1 - i;
+      model_.layers.push_back(made);
+    }
+  }
+
+  void fill_ropes() {
+    for (int64_t rope = 0; rope < 2; ++rope) {
+      Doubles cos, sin;
+      for (int64_t position = 0; position < kPositions; ++position) {
+        for (int64_t d = 0; d < kDim; ++d) {
+          const double turn = static_cast<double>(d % (kDim / 2)) / (kDim / 2);
+          const double angle = static_cast<double>(position) * std::pow(rope ? 100.0 : 10000.0, -turn);
+          cos.push_back(std::cos(angle));
+          sin.push_back(d < kDim / 2 ? -std::sin(angle) : std::sin(angle));
+        }
+      }
+      ropes_[rope] = {Numbers(cos, type_), Numbers(sin, type_)};
+      model_.ropes.push_back({ropes_[rope][0].bytes.data(), ropes_[rope][1].bytes.data()});
+    }
+  }
+
+  void run_layer(const Layer& layer, int64_t index, std::vector<Doubles>& residual) const {
+    std::vector<Doubles> heads;
+    for (size_t position = 0; position < residual.size(); ++position) {
+      Doubles x = residual[position];
+      layer.input(x.data(), kHidden);
+      heads.push_back(layer.qkv(x));
+      for (int64_t head = 0; head < kQueryHeads + kKvHeads; ++head) {
+        double* values = &heads.back()[head * kDim];
+        (head < kQueryHeads ? layer.query : layer.key)(values, kDim);
+        turn(values, ropes_[1 - index], static_cast<int64_t>(position));
+      }
+    }
+    for (size_t position = 0; position < residual.size(); ++position) {
+      const Doubles attended = layer.output(attend(heads, static_cast<int64_t>(position), index == 1 ? 5 : kPositions));
+      add(residual[position], attended, layer.behind_attention);
+      Doubles x = residual[position];
+      layer.middle(x.data(), kHidden);
+      const Doubles both = layer.gate_up(x);
+      Doubles inner(kInner);
+      for (int64_t i = 0; i < kInner; ++i) inner[i] = silu(both[i]) * both[kInner + i];
+      add(residual[position], layer.down(inner), layer.behind_mlp);
+    }
+  }
+
+  static void add(Doubles& residual, Doubles x, const Norm& behind) {
+    behind(x.data(), kHidden);
+    for (int64_t i = 0; i < kHidden; ++i) residual[i] += x[i];
+  }
+
+  static void turn(double* head, const std::array<Numbers, 2>& rope, int64_t position) {
+    const double *cos = &rope[0].exact[position * kDim], *sin = &rope[1].exact[position * kDim];
+    for (int64_t d = 0, half = kDim / 2; d < half; ++d) {
+      const double low = head[d], high = head[d + half];
+      head[d] = low * cos[d] + high * sin[d];
+      head[d + half] = high * cos[d + half] + low * sin[d + half];
+    }
+  }
+
+  static Doubles attend(const std::vector<Doubles>& heads, int64_t position, int64_t window) {
+    Doubles attended(kAttended);
+    for (int64_t head = 0; head < kQueryHeads; ++head) {
+      const int64_t key = kAttended + head / (kQueryHeads / kKvHeads) * kDim, value = key + kKvHeads * kDim;
+      double total = 0;
+      for (int64_t p = std::max<int64_t>(0, position - window + 1); p <= position; ++p) {
+        double score = 0;
+        for (int64_t d = 0; d < kDim; ++d) score += heads[position][head * kDim + d] * heads[p][key + d];
+        const double weight = std::exp(std::tanh(score / std::sqrt(double{kDim}) / kSoftcap) * kSoftcap);
+        total += weight;
+        for (int64_t d = 0; d < kDim; ++d) attended[head * kDim + d] += weight * heads[p][value + d];
+      }
+      for (int64_t d = 0; d < kDim; ++d) attended[head * kDim + d] /= total;
+    }
+    return attended;
+  }
+
+  ElementType type_;
+  Random random_;
+  Numbers embedding_;
+  Norm final_norm_;
+  Matrix head_;
+  std::array<Layer, kLayers> layers_;
+  std::array<std::array<Numbers, 2>, 2> ropes_;  // cos, sin
+  DecoderModel model_;
+};
+
+constexpr int64_t kSequences = 3;
+constexpr int64_t kLengths[kSequences] = {293, 35, 9};
+
+int64_t id_of(int64_t sequence, int64_t position) { return (sequence * 31 + position * position * 7 + 3) % kVocabulary; }
+
+// What one step computes: so many tokens of each sequence, from where the last step ended; then padding, then whose
+// logits are wanted (indices of tokens; none: the states of all).
+struct Feed {
+  int64_t counts[kSequences];
+  int64_t padding;
+  std::vector<int64_t> wanted;
+};
+
+const Feed kFeeds[] = {
+    {{290, 20, 0}, 0, {289, 300, 309}},
+    {{1, 13, 7}, 0, {}},
+    {{1, 1, 1}, 0, {0, 1, 2}},
+    {{1, 1, 1}, 2, {2, 0}},
+};
+
+struct Row {
+  int64_t sequence, position;
+  bool is_logits;
+};
+
+// Runs all steps on a fresh cache. Rows of results, one behind the other; `rows` says what each is.
+std::vector<std::vector<char>> run_feeds(const Tiny& tiny, ElementType type, int threads, std::vector<Row>& rows) {
+  std::vector<std::vector<char>> caches, results;
+  const DecoderModel model = tiny.attach(caches, kSequences * kMaxBlocks);
+  DecoderSteps steps;
+  int64_t done[kSequences] = {};
+  for (const Feed& feed : kFeeds) {
+    std::vector<int64_t> ids, positions, slots;
+    std::vector<int32_t> tables, starts{0}, lengths;
+    std::vector<Row> tokens;
+    for (int64_t s = 0; s < kSequences; ++s) {
+      if (feed.counts[s] == 0) continue;
+      for (int64_t block = 0; block < kMaxBlocks; ++block) tables.push_back(static_cast<int32_t>(block * kSequences + s));
+      for (int64_t i = 0; i < feed.counts[s]; ++i, ++done[s]) {
+        ids.push_back(id_of(s, done[s]));
+        positions.push_back(done[s]);
+        slots.push_back((done[s] / kBlock * kSequences + s) * kBlock + done[s] % kBlock);
+        tokens.push_back({s, done[s], !feed.wanted.empty()});
+      }
+      starts.push_back(static_cast<int32_t>(ids.size()));
+      lengths.push_back(static_cast<int32_t>(done[s]));
+    }
+    for (int64_t i = 0; i < feed.padding; ++i) {
+      ids.push_back(0);
+      positions.push_back(0);
+      slots.push_back(-1);
+    }
+    const int64_t num_wanted = static_cast<int64_t>(feed.wanted.size());
+    const DecoderBatch batch{ids.data(), positions.data(), slots.data(), tables.data(), starts.data(), lengths.data(),
+                             static_cast<int64_t>(ids.size()), static_cast<int64_t>(lengths.size()), kMaxBlocks,
+                             num_wanted > 0, feed.wanted.data(), num_wanted};
+    const int64_t bytes = num_wanted > 0 ? kVocabulary * 4 : kHidden * element_bytes(type);
+    const int64_t num_rows = num_wanted > 0 ? num_wanted : batch.num_tokens;
+    std::vector<char> out(static_cast<size_t>(num_rows * bytes));
+    steps.run(model, batch, kernels(), threads, out.data());
+    for (int64_t i = 0; i < num_rows; ++i) {
+      rows.push_back(tokens[static_cast<size_t>(num_wanted > 0 ? feed.wanted[i] : i)]);
+      results.emplace_back(out.begin() + i * bytes, out.begin() + (i + 1) * bytes);
+    }
+  }
+  return results;
+}
+
+double value_at(const std::vector<char>& bytes, int64_t index, bool bf16) {
+  uint32_t word = 0;
+  std::memcpy(&word, &bytes[index * (bf16 ? 2 : 4)], bf16 ? 2 : 4);
+  if (bf16) word <<= 16;
+  float x;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+
+// Root of the mean square of the differences, over that of the values.
+double relative_error(const Tiny& tiny, ElementType type, const std::vector<std::vector<char>>& results,
+                      const std::vector<Row>& rows) {
+  std::vector<Doubles> states[kSequences], logits[kSequences];
+  for (int64_t s = 0; s < kSequences; ++s) {
+    std::vector<int64_t> ids;
+    for (int64_t p = 0; p < kLengths[s]; ++p) ids.push_back(id_of(s, p));
+    tiny.expect(ids, states[s], logits[s]);
+  }
+  double difference = 0, size = 0;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const Row& row = rows[r];
+    const Doubles& expected = (row.is_logits ? logits : states)[row.sequence][row.position];
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double got = value_at(results[r], static_cast<int64_t>(i), type == ElementType::bf16 && !row.is_logits);
+      difference += (got - expected[i]) * (got - expected[i]);
+      size += expected[i] * expected[i];
+    }
+  }
+  return std::sqrt(difference / size);
+}
+
+}  // namespace
+
+int run_decoder_cases(const std::string& level) {
+  struct Case {
+    const char* name;
+    ElementType type;
+    bool is_quantised;
+    double allowed;
+  };
+  int failed = 0;
+  for (const Case& c : {Case{"decoder f32", ElementType::f32, false, 1e-5},
+                        Case{"decoder bf16", ElementType::bf16, false, 2e-2},
+                        Case{"decoder f32, quantised", ElementType::f32, true, 2e-2}}) {
+    const Tiny tiny(c.type, c.is_quantised);
+    std::vector<Row> rows, same;
+    const std::vector<std::vector<char>> results = run_feeds(tiny, c.type, 1, rows);
+    const double error = relative_error(tiny, c.type, results, rows);
+    if (!(error < c.allowed)) std::printf("%s: %s: off by %.1e\n", level.c_str(), c.name, error);
+    bool equal = true;
+    for (int threads : {2, 3}) equal = run_feeds(tiny, c.type, threads, same) == results && equal;
+    if (!equal) std::printf("%s: %s: bits depend on the number of threads\n", level.c_str(), c.name);
+    failed += !(error < c.allowed) || !equal;
+  }
+  return failed;
+}
+
+}  // namespace pagemill
