@@ -174,7 +174,7 @@ class Tiny {
     for (uint8_t value : values) matrix.weight.push_back((value - 128) / 256.0);
     const int64_t panels = (out + kPanelColumns - 1) / kPanelColumns;
     matrix.packed.resize(static_cast<size_t>(panels * quant_groups(in) * quant_group_bytes(kFormat)));
-    kernels().pack_linear_quant({values.data(), in, scales.data(), nullptr, matrix.packed.data(), out, in, kFormat}, 0,
+    kernels().pack_linear_quant({values.data(), in, scales.data(), nullptr, matrix.packed.data(), out, in, kFormat, false}, 0,
                                 panels);
     matrix.product = {matrix.packed.data(), nullptr, in, out};
     matrix.product.is_quantised = true;
