@@ -9,7 +9,8 @@ takes.
 Decode walks over as many layers' caches as 160 MB hold, so that K and V come from memory, as they do in a step of a
 model. `shared`: all sequences begin with so many tokens in the same blocks; beside it the same batch with blocks of
 their own. torch's figure for decode includes gathering the blocks into dense tensors, which is what a backend without
-paged attention does; for the prompt chunk it does not. Best of several runs, wall clock; run it on an idle machine.
+paged attention does; for the prompt chunk it does not. Best of several runs: CPU time with one
+thread (a busy machine does not spoil it), wall time with more; run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ CACHE_BYTES = 160_000_000  # of all layers together: more than the last-level ca
 
 def best(run: Callable[[], object], repeats: int = 7, seconds: float = 0.3) -> float:
     """Seconds of the fastest of `repeats` batches of calls."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     run()
-    start = time.perf_counter()
+    start = clock()
     run()
-    calls = max(1, int(seconds / repeats / max(time.perf_counter() - start, 1e-7)))
+    calls = max(1, int(seconds / repeats / max(clock() - start, 1e-7)))
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(calls):
             run()
-        times.append((time.perf_counter() - start) / calls)
+        times.append((clock() - start) / calls)
     return min(times)
 
 
