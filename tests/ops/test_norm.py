@@ -101,7 +101,8 @@ X, W = torch.zeros(2, 3, 40), torch.zeros(40)
     ("call", "message"),
     [
         (lambda: ops.rms_norm(X, W[:39], EPS, "f32"), r"rms_norm: weight: wanted \[dim\] = \[40\]"),
-        (lambda: ops.rms_norm(X, W.bfloat16(), EPS, "f32"), "rms_norm: weight: wanted float32, got bfloat16"),
+        (lambda: ops.rms_norm(X, W.half(), EPS, "f32"), "rms_norm: weight: wanted float32, got float16"),
+        (lambda: ops.rms_norm(X.bfloat16(), W, EPS, "f32"), "rms_norm: weight: wanted bfloat16, got float32"),
         (lambda: ops.rms_norm(X.half(), W.half(), EPS, "f32"), "rms_norm: x: wanted float32 or bfloat16, got float16"),
         (lambda: ops.rms_norm(X.transpose(1, 2), W[:3], EPS, "f32"), "rms_norm: x: wanted elements of the last"),
         (lambda: ops.rms_norm(torch.zeros(()), W, EPS, "f32"), "rms_norm: x: wanted at least one dimension"),
