@@ -20,7 +20,7 @@ from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
 from engine.beam import num_blocks_needed, num_candidates
 from engine.config import EngineConfig
-from engine.loop import Abort, EngineLoop, ResetPrefixCache, Runner, Stop, Submit
+from engine.loop import Abort, EngineLoop, Paint, ResetPrefixCache, Runner, Stop, Submit
 from engine.outputs import (
     Delivery,
     EngineError,
@@ -65,6 +65,7 @@ class AsyncEngine:
         self._forms: dict[int, StructuredOutput] = {}  # of the streams that have one
         self._stream_ids = itertools.count(1)  # never reused: a late abort cannot hit a newer request
         self._listeners: list[Callable[[Delivery], None]] = []
+        self._painting = False  # a picture was asked for and has not come
         self._outbox: deque[Delivery] = deque()  # on their way from the engine thread
         self._deadlines: dict[int, asyncio.TimerHandle] = {}  # of the streams that have one
         self._admission = Admission(config.scheduler, time.monotonic)  # what has not produced a token
@@ -315,6 +316,12 @@ class AsyncEngine:
             raise NotServing(f"The engine is {self._phase.value}.")
         self._loop.post(ResetPrefixCache())
 
+    def paint(self) -> None:
+        """A delivery will bring a picture, after the step in progress; none comes of an engine that is not there."""
+        if self._phase in (Phase.READY, Phase.DRAINING) and self._known is not None and not self._painting:
+            self._painting = True
+            self._loop.post(Paint())
+
     def _time_out(self, stream: GenerationStream) -> None:
         """On the event loop, so that a step that hangs does not hold up the answer."""
         stream.fail(str(RequestTimedOut()), "timeout")
@@ -331,6 +338,8 @@ class AsyncEngine:
         while self._outbox:
             delivery = self._outbox.popleft()
             deliveries.append(delivery)
+            if delivery.picture is not None:
+                self._painting = False
             for stream_id, scheduled_s in delivery.started:
                 stream = self._streams.get(stream_id)
                 if stream is not None and stream.scheduled_s is None:

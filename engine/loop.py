@@ -17,9 +17,10 @@ from typing import Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
 from engine.outputs import Delivery
+from engine.painter import Painter
 from engine.scheduler import Scheduler
 from engine.sequence import Request
-from engine.stats import RequestStats
+from engine.stats import Picture, RequestStats
 from engine.step import Changes
 
 logger = logging.getLogger("pagemill.engine")
@@ -46,11 +47,16 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Paint:
+    """Somebody watches: a delivery with a picture, please."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Command = Submit | Abort | ResetPrefixCache | Stop
+Command = Submit | Abort | ResetPrefixCache | Paint | Stop
 
 
 class Handle(Protocol):
@@ -105,6 +111,7 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         try:
             self._runner, self._scheduler = self._load()
+            self._painter = Painter(self._scheduler)
             self._hand_over(Changes())  # gauges know the pool before the first step
             self._on_ready()
             while not self._stopping:
@@ -119,7 +126,7 @@ class EngineLoop(threading.Thread):
         """The thread is over: the model's memory does not wait for those who still hold the thread, or for the garbage
         collector to find the circle of callbacks."""
         self._in_flight.clear()
-        for name in ("_runner", "_scheduler", "_load", "_deliver", "_on_ready", "_on_death"):
+        for name in ("_runner", "_scheduler", "_painter", "_load", "_deliver", "_on_ready", "_on_death"):
             self.__dict__.pop(name, None)
 
     def _receive(self) -> None:
@@ -143,6 +150,8 @@ class EngineLoop(threading.Thread):
                 case ResetPrefixCache():
                     self._scheduler.reset_prefix_cache()
                     self._hand_over(Changes())
+                case Paint():
+                    self._hand_over(Changes(), self._painter.paint(time.monotonic()))
                 case Stop():
                     self._stopping = True
         if ended:  # gauges and counters must not wait for a step that may never follow
@@ -194,6 +203,6 @@ class EngineLoop(threading.Thread):
         message = "The engine failed while computing this request."
         self._hand_over(self._scheduler.fail_step(batch, message, time.monotonic()))
 
-    def _hand_over(self, changes: Changes, **seconds: float) -> None:
+    def _hand_over(self, changes: Changes, picture: Picture | None = None, **seconds: float) -> None:
         stats = self._scheduler.step_stats(**seconds)
-        self._deliver(Delivery(changes.outputs, stats, changes.finished, changes.started))
+        self._deliver(Delivery(changes.outputs, stats, changes.finished, changes.started, picture))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from engine.stats import RequestStats, StepStats
+from engine.stats import Picture, RequestStats, StepStats
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
@@ -122,12 +122,13 @@ class Delivery:
     """One hand-over per step: everything the event loop learns from it.
 
     outputs: per stream id, the outputs of its sequences. started: streams whose first sequences got a row, and when
-    (time.monotonic); one may be named again."""
+    (time.monotonic); one may be named again. picture: where one was asked for."""
 
     outputs: tuple[tuple[int, tuple[SequenceOutput, ...]], ...] = ()
     step: StepStats | None = None
     finished: tuple[RequestStats, ...] = ()
     started: tuple[tuple[int, float], ...] = ()
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True)

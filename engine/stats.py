@@ -46,6 +46,37 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceView:
+    """How far one sequence is. age_s: since its request arrived."""
+
+    stream_id: int
+    prompt_index: int
+    choice_index: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    max_output_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The engine at one moment, for people to look at (engine/painter.py).
+
+    cells: one byte for every `blocks_per_cell` blocks, in the order of their ids. Bit 0: the content has a name, so it
+    can be found again; bits 1-3: reference count, 7 for any above; of several blocks the greatest of these. Bits 4-7:
+    the share of them that is used, 0 to 15; 0 where a cell is one block. running, waiting: the first of each queue."""
+
+    cells: bytes
+    blocks_per_cell: int
+    running: tuple[SequenceView, ...] = ()
+    waiting: tuple[SequenceView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """One finished sequence. first_token_s is None if it ended before a token."""
 

@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from server.auth import Auth, OriginGate, is_local
+from server.dashboard.feed import Feed
 from server.engine_port import Engine
 from server.keys import KeyRing, load_keys
 from server.metrics import Metrics
@@ -23,6 +24,7 @@ from server.routes import (
     admin,
     chat,
     completions,
+    dashboard,
     embeddings,
     health,
     messages,
@@ -33,6 +35,7 @@ from server.routes import (
     tokenize,
 )
 from server.routes.admin import ADMIN_PATHS
+from server.routes.dashboard import EVENTS_PATH, PAGE_PATHS
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
 
@@ -50,6 +53,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokenize.router,
     openapi.router,
     admin.router,
+    dashboard.router,
 )
 
 
@@ -78,9 +82,12 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     app.state.engine = engine
     app.state.metrics = metrics
     app.state.end = end or (lambda: None)
-    app.state.routes = [route for router in ROUTERS for route in router.routes]
+    routers = [router for router in ROUTERS if settings.status_page or router is not dashboard.router]
+    if settings.status_page:
+        app.state.feed = Feed(engine, metrics, settings.served_model_name)
+    app.state.routes = [route for router in routers for route in router.routes]
     errors.install(app)
-    for router in ROUTERS:
+    for router in routers:
         app.include_router(router)
     return app
 
@@ -88,6 +95,8 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
 def _middleware(settings: Settings, engine: Engine, metrics: Metrics, ring: KeyRing) -> list[Middleware]:
     """Outermost first."""
     open_paths = OPEN_PATHS if settings.metrics_auth else (*OPEN_PATHS, "/metrics")
+    page_paths = PAGE_PATHS if settings.status_page else ()
+    any_phase = (*OPERATOR_PATHS, *ADMIN_PATHS, *page_paths, EVENTS_PATH)
     stack = [Middleware(RequestContext, metrics=metrics)]
     if settings.cors_origins:
         stack.append(
@@ -102,7 +111,7 @@ def _middleware(settings: Settings, engine: Engine, metrics: Metrics, ring: KeyR
     return [
         *stack,
         Middleware(OriginGate, allowed=settings.cors_origins, only_local=not ring and is_local(settings.host)),
-        Middleware(Auth, ring=ring, open_paths=open_paths),
-        Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=(*OPERATOR_PATHS, *ADMIN_PATHS)),
+        Middleware(Auth, ring=ring, open_paths=(*open_paths, *page_paths)),
+        Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=any_phase),
         Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.read_timeout),
     ]

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.keys import Account, KeyRing, scope_of
+from server.keys import Account, KeyRing, is_good_for, scope_of
 from server.keys import Scope as KeyScope
 from server.middleware import Incoming, answer, header
 from server.protocol.errors import ApiError
@@ -105,7 +105,7 @@ class Auth:
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         client, state = account.client, scope.setdefault("state", {})
         state.setdefault("log", {})["client"] = client.name
-        if needed not in client.scopes:
+        if not is_good_for(client.scopes, scope["path"]):
             message = f"This API key is not good for this URL: it lacks the scope {needed}."
             raise ApiError(403, message, code="missing_scope")
         state |= {"account": account, "key_digest": client.digests[0].hex()}

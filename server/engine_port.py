@@ -67,6 +67,9 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Requests that come from now on find nothing of what was computed before. Raises NotServing."""
 
+    def paint(self) -> None:
+        """A delivery that comes soon will have a picture; none does while the engine starts or is dead."""
+
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Make the grammar of a text's form ready, before `generate` is called with it; True if it was. client: who
         asks; clients take turns.

@@ -26,7 +26,7 @@ import re
 import secrets
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -37,7 +37,8 @@ from server.protocol.errors import RATE_LIMITED, ApiError
 Scope = Literal["inference", "metrics", "admin"]
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-METRICS_PATHS = frozenset({"/metrics"})
+WATCH_PATHS = frozenset({"/dashboard/events"})  # who administers may look, too
+METRICS_PATHS = frozenset({"/metrics"}) | WATCH_PATHS
 KEY_BYTES = 16
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -50,6 +51,11 @@ def scope_of(path: str) -> Scope:
     if path == "/admin" or path.startswith("/admin/"):
         return "admin"
     return "metrics" if path in METRICS_PATHS else "inference"
+
+
+def is_good_for(scopes: Collection[Scope], path: str) -> bool:
+    """Whether a key of these scopes may ask for this path."""
+    return scope_of(path) in scopes or (path in WATCH_PATHS and "admin" in scopes)
 
 
 def digest_of(key: bytes) -> bytes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -30,6 +31,7 @@ from server.keys import Account
 PREFIX = "pagemill_"
 FINISHED_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 Kind = Literal["gauge", "counter"]
+RECENT_ERRORS = 20
 
 
 # name, kind, description, where it stands in StepStats
@@ -57,6 +59,15 @@ def _utilization(cache: CacheStats) -> float:
     return cache.live_slot_steps_total / cache.used_slot_steps_total if cache.used_slot_steps_total else 1.0
 
 
+class ErrorNote(NamedTuple):
+    """One error answer. time_s: Unix time; route: as it is declared, empty where none was reached."""
+
+    time_s: float
+    status: int
+    route: str
+    request_id: str
+
+
 class Metrics(Collector):
     """The numbers of one app, in a registry of its own. All methods run on the event loop and take O(1)."""
 
@@ -67,10 +78,11 @@ class Metrics(Collector):
         self.step = StepStats(step_id=0, num_running=0, num_waiting=0)
         self.info: ModelInfo | None = None
         self._phase: Callable[[], Phase] = lambda: Phase.STARTING
-        self._started_s = time.time()
+        self.started_s = time.time()
         self.finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._errors: dict[str, int] = {}
-        self._steps = self._step_prompt_tokens = self._step_decode_tokens = 0
+        self.recent_errors: deque[ErrorNote] = deque(maxlen=RECENT_ERRORS)
+        self.steps = self.step_prompt_tokens = self.step_decode_tokens = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self._disconnects = self._slow_clients = self._discarded = self._http_requests = 0
         self._loop_lag_max_s = 0.0
@@ -98,9 +110,9 @@ class Metrics(Collector):
             self.step = step
             tokens = step.num_prompt_tokens + step.num_decode_tokens
             if tokens:  # a hand-over after an abort carries gauges but is not a step
-                self._steps += 1
-                self._step_prompt_tokens += step.num_prompt_tokens
-                self._step_decode_tokens += step.num_decode_tokens
+                self.steps += 1
+                self.step_prompt_tokens += step.num_prompt_tokens
+                self.step_decode_tokens += step.num_decode_tokens
                 self._observe_step(step, tokens)
         for request in delivery.finished:
             self._observe_finished(request)
@@ -147,10 +159,11 @@ class Metrics(Collector):
         """A client was cut off because it did not read."""
         self._slow_clients += 1
 
-    def error(self, code: int) -> None:
-        """An error answer, or an error event in a stream. code: HTTP status."""
+    def error(self, code: int, route: str = "", request_id: str = "") -> None:
+        """An error answer, or an error event in a stream. code: HTTP status; route: as it is declared."""
         label = str(code) if 400 <= code <= 599 else "other"
         self._errors[label] = self._errors.get(label, 0) + 1
+        self.recent_errors.append(ErrorNote(time.time(), code, route, request_id))
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         """What one answer's usage says: tokens that the assembler accepted."""
@@ -230,9 +243,9 @@ class Metrics(Collector):
             ("prompt_tokens", "counter", "Prompt tokens of answers, as in their usage.", self.prompt_tokens),
             ("generation_tokens", "counter", "Tokens of answers, as in their usage.", self.generation_tokens),
             ("prompt_tokens_cached", "counter", "Prompt tokens that came from the prefix cache.", self.cached_tokens),
-            ("engine_steps", "counter", "Steps that computed tokens.", self._steps),
-            ("engine_prefill_computed", "counter", "Prompt tokens computed.", self._step_prompt_tokens),
-            ("engine_decode_computed", "counter", "Decode tokens computed.", self._step_decode_tokens),
+            ("engine_steps", "counter", "Steps that computed tokens.", self.steps),
+            ("engine_prefill_computed", "counter", "Prompt tokens computed.", self.step_prompt_tokens),
+            ("engine_decode_computed", "counter", "Decode tokens computed.", self.step_decode_tokens),
             (
                 "discarded_tokens",
                 "counter",
@@ -279,7 +292,7 @@ class Metrics(Collector):
         for value in Phase:
             phase.add_metric([value.value], float(value is current))
         yield phase
-        yield _family("start_time_seconds", "gauge", "When the server started, Unix time.", self._started_s)
+        yield _family("start_time_seconds", "gauge", "When the server started, Unix time.", self.started_s)
         if (info := self.info) is None:
             return
         yield _family(

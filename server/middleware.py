@@ -140,7 +140,8 @@ class RequestContext:
         status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
         probe = scope["path"] in ("/health", "/metrics")  # asked every few seconds by machines
         if status >= 400 and not (probe and status == 503):  # "not yet" is what a probe asks for
-            self.metrics.error(status)
+            route = getattr(scope.get("route"), "path", "")
+            self.metrics.error(status, route, exchange.request_id.decode())
         line = {
             "id": exchange.request_id.decode(),
             "method": scope["method"],

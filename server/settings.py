@@ -115,6 +115,7 @@ class Settings(BaseSettings):
         None, "TOML file of keys, hashed, with their scopes, weights and limits: see docs/security.md."
     )
     metrics_auth: bool = _setting(True, "Where there are keys, ask for one on /metrics too.")
+    status_page: bool = _setting(True, "The status page at /; where there are keys, it asks for one.")
     tls_cert: str | None = _setting(None, "PEM file of the certificate and its chain: the server speaks HTTPS alone.")
     tls_key: str | None = _setting(None, "PEM file of the certificate's key, unless it stands beside it.")
     served_model_name: Names = _setting((), "Name(s) the model answers to; the default is the model's own.")

@@ -214,7 +214,7 @@ class EventStream(Response):
         told = self._error_view(error)
         trace = None if isinstance(error, EngineError) else error
         logger.log(_level(told), "stream %s failed: %s", self._writer.id, error, exc_info=trace)
-        self._metrics.error(told.status)
+        self._metrics.error(told.status, request_id=self._writer.id)
         return told
 
     async def _attend(self, receive: Receive, deadline: asyncio.Timeout) -> None:

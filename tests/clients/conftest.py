@@ -37,13 +37,15 @@ def _free_port() -> int:
 
 
 @contextmanager
-def serve(log: Path, *flags: str) -> Iterator[str]:
-    """http://127.0.0.1:PORT of a server with these flags, ready; its key is KEY, its model MODEL."""
+def serve(log: Path, *flags: str, key: str | None = KEY) -> Iterator[str]:
+    """http://127.0.0.1:PORT of a server with these flags, ready; its model is MODEL."""
     command = os.environ.get("PAGEMILL_TEST_COMMAND") or find_command("pagemill")
     if command is None:
         pytest.skip("no pagemill command: install the package or run `make setup`")
     port = _free_port()
-    start = [command, "serve", "--port", str(port), "--api-key", KEY, "--served-model-name", MODEL, *flags]
+    start = [command, "serve", "--port", str(port), "--served-model-name", MODEL, *flags]
+    if key is not None:
+        start += ["--api-key", key]
     with log.open("wb") as out:
         process = subprocess.Popen(start, stdout=out, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"

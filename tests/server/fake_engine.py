@@ -163,6 +163,8 @@ class FakeEngine:
             raise NotServing("The engine is not serving.")
         self.num_resets += 1
 
+    def paint(self) -> None: ...
+
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Refuses what has "bad" in its source; no text is held to a form."""
         known = structured in self.compiled

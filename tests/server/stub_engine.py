@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from engine.config import StartError
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SequenceOutput
 from engine.sampling_params import SamplingParams, StructuredOutput
-from engine.stats import CacheStats, RequestStats, StepStats
+from engine.stats import CacheStats, Picture, RequestStats, SequenceView, StepStats
 from engine.stream import GenerationStream, Key
 from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
@@ -128,6 +128,16 @@ class StubEngine:
         if self.phase is not Phase.READY:
             raise NotServing("The engine is not serving.")
         self.num_resets += 1
+
+    def paint(self) -> None:
+        if self._loaded and self.phase is not Phase.DEAD:
+            open_ = [(stream_id, key, state) for stream_id, each in self._open.items() for key, state in each.items()]
+            views = tuple(
+                SequenceView(stream_id, *key, length, length, 0, len(produced), params.max_tokens or 4096, 1, 0, 0.0)
+                for stream_id, key, (params, produced, length, _) in open_
+            )
+            cells = bytes([2] * len(views) + [0] * (256 - len(views)))
+            self._tell(Delivery(step=self._stats(0), picture=Picture(cells, 1, running=views)))
 
     async def compile(self, structured: StructuredOutput, client: str = "") -> bool:
         """Bytes come as they come: no form is held."""
