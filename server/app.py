@@ -81,6 +81,7 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     app.state.settings = settings
     app.state.engine = engine
     app.state.metrics = metrics
+    app.state.has_keys = bool(ring)
     app.state.end = end or (lambda: None)
     routers = [router for router in ROUTERS if settings.status_page or router is not dashboard.router]
     if settings.status_page:

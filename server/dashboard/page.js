@@ -44,6 +44,7 @@ async function* eventsOf(response) {
 }
 
 async function watch() {
+  if (!key && "keys" in document.documentElement.dataset) await askForKey("");
   for (;;) {
     try {
       const response = await fetch("dashboard/events", { headers: headers(), cache: "no-store" });
@@ -87,8 +88,8 @@ const percent = (value) => (value === null ? "–" : `${round(100 * value, value
 
 function time(seconds) {
   if (seconds === null) return "–";
-  if (seconds < 1) return `${round(1000 * seconds, seconds < 0.0995 ? 1 : 0)} ms`;
-  return seconds < 100 ? `${round(seconds, seconds < 10 ? 2 : 1)} s` : ago(seconds);
+  if (seconds < 1) return `${round(1000 * seconds, seconds < 0.00995 ? 1 : 0)} ms`;
+  return seconds < 100 ? `${round(seconds, seconds < 9.95 ? 1 : 0)} s` : ago(seconds);
 }
 
 function ago(seconds) {
@@ -177,7 +178,7 @@ function progress() {
 
 function newRow(id) {
   const row = element("tr");
-  const made = { row, state: element("span", "tag"), prompt: progress(), output: progress(), blocks: element("td", "n"), age: element("td", "n") };
+  const made = { row, state: element("span", "tag"), prompt: progress(), output: progress(), blocks: element("td", "n blocks"), age: element("td", "n") };
   const what = element("td", "what");
   what.append(made.state);
   row.append(element("td", "id", `#${id.replace(/(\.0)+$/, "")}`), what, made.prompt.cell, made.output.cell, made.blocks, made.age);
@@ -208,7 +209,7 @@ function showSequences({ sequences, running, waiting }) {
     made.state.textContent = prefilling ? "prefill" : sequence.state === "running" ? "decode" : sequence.preempted ? "preempted" : "waiting";
     fill(made.prompt, Math.min(sequence.cached, sequence.computed), sequence.computed, sequence.prompt, `${sequence.computed} / ${sequence.prompt}`);
     fill(made.output, 0, sequence.output, sequence.max_output, `${sequence.output} / ${sequence.max_output}`);
-    made.blocks.textContent = `${sequence.blocks} blocks`.replace(/^1 blocks$/, "1 block");
+    made.blocks.textContent = sequence.blocks;
     made.age.textContent = time(sequence.age);
   });
   $("no-rows").hidden = sequences.length > 0;
@@ -284,7 +285,7 @@ class BlockMap {
     let columns = Math.max(1, Math.floor(Math.sqrt((number * width) / height)));
     while (Math.ceil(number / columns) * (width / columns) > height) columns++;
     this.columns = columns;
-    this.size = Math.min(width / columns, 26) * scale;
+    this.size = Math.min(width / columns, 40) * scale;
   }
   animate() {
     if (this.moving) return;
@@ -342,7 +343,7 @@ class BlockMap {
   tell() {
     const cell = this.pointed;
     if (cell === null || cell >= this.cells.length) {
-      return say("hint", this.perCell > 1 ? `A cell is ${this.perCell} blocks; its colour is that of the most shared.` : "");
+      return say("hint", this.perCell > 1 ? `A cell is ${this.perCell} blocks; its colour is that of the most shared.` : "Point at a block to see who holds it.");
     }
     const code = this.cells[cell] & 15;
     const holders = code >> 1;
@@ -369,6 +370,7 @@ async function ask(text) {
   said.push({ role: "user", content: text });
   try {
     const body = { messages: said, stream: true, stream_options: { include_usage: true } };
+    if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
     const began = performance.now();
     const response = await fetch("v1/chat/completions", {
       method: "POST", body: JSON.stringify(body), signal: asking.signal,

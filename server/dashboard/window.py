@@ -1,4 +1,4 @@
-"""Rates and percentiles of the last minute, from the counters and histograms of /metrics. Knows no clock and no HTTP."""
+"""Rates and percentiles of the last minute, from the counters and histograms of /metrics. Knows no clock."""
 
 from __future__ import annotations
 

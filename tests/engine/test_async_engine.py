@@ -18,6 +18,7 @@ from engine.kv.manager import KVCacheManager
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, QueueFull, RequestTimedOut, SequenceOutput
 from engine.sampling_params import InvalidParameter, SamplingParams
 from engine.scheduler import Scheduler
+from engine.stats import Picture
 from engine.terms import Terms
 from tests.engine.fake_runner import FakeRunner
 
@@ -311,3 +312,31 @@ async def test_a_full_queue_says_when_to_come_back_and_keeps_a_place_for_others(
     for stream in streams:
         assert (await read(stream))[-1].finish_reason == "length"
     await settled(engine)
+
+
+async def test_a_picture_comes_only_when_asked_for_and_once_per_asking(engine: AsyncEngine) -> None:
+    pictures: list[Picture] = []
+    posted: list[object] = []
+    engine.add_listener(lambda delivery: pictures.append(delivery.picture) if delivery.picture else None)
+    post = engine._loop.post
+    engine._loop.post = lambda command: (posted.append(command), post(command))[1]  # type: ignore[method-assign]
+    await read(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert not pictures
+    posted.clear()
+    for _ in range(5):  # before the first has come
+        engine.paint()
+    assert len(posted) == 1
+    for expected in (1, 2):
+        for _ in range(200):
+            if len(pictures) == expected:
+                break
+            await asyncio.sleep(0.01)
+        assert len(pictures) == expected
+        engine.paint()
+    assert len(pictures[0].cells) == 16
+
+
+async def test_an_engine_that_is_not_there_is_not_asked() -> None:
+    engine = AsyncEngine(EngineConfig(), parts)
+    engine.paint()
+    assert not engine._painting

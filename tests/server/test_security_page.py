@@ -29,7 +29,7 @@ def test_every_claim_has_one() -> None:
 
 
 def test_the_page_knows_the_settings_and_scopes_that_there_are() -> None:
-    flags = {flag_of(name) for name in Settings.model_fields} | {"--no-metrics-auth"}
+    flags = {flag_of(name) for name in Settings.model_fields} | {"--no-metrics-auth", "--no-status-page"}
     assert set(re.findall(r"--[a-z-]+[a-z]", re.sub(r"\|---.*", "", PAGE))) <= flags
     for scope in SCOPES:
         assert re.search(rf"^\| {scope} \|", PAGE, re.MULTILINE)
