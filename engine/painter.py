@@ -15,10 +15,11 @@ from engine.sequence import Sequence
 from engine.stats import Picture, SequenceView
 
 MAX_CELLS = 4096
-MAX_BLOCKS_READ = 16_384  # under a millisecond; of larger pools a picture renews every second, third... cell
+MAX_BLOCKS_READ = 8192  # about a millisecond; of larger pools a picture renews a half, a third...
 MAX_SEQUENCES = 48
 MOST_HELD = 7  # reference counts above it look alike
 FULLEST = 15
+IS_USED = bytes(code > 1 for code in range(256))
 
 
 class Painter:
@@ -48,10 +49,14 @@ class Painter:
         if size == 1:
             self._cells[:] = bytes(_codes(blocks))
             return
-        turn, self._turn = self._turn, (self._turn + 1) % self._num_turns
-        for cell in range(turn, len(self._cells), self._num_turns):
-            codes = _codes(blocks[cell * size : (cell + 1) * size])
-            self._cells[cell] = max(codes) | (FULLEST * sum([code > 1 for code in codes]) // len(codes)) << 4
+        cells_per_turn = -(-len(self._cells) // self._num_turns)
+        first = self._turn * cells_per_turn
+        self._turn = (self._turn + 1) % self._num_turns
+        codes = bytes(_codes(blocks[first * size : (first + cells_per_turn) * size]))
+        used = codes.translate(IS_USED)
+        for cell, start in enumerate(range(0, len(codes), size), start=first):
+            code = max(codes[start : start + size])
+            self._cells[cell] = code | FULLEST * used.count(1, start, start + size) // size << 4
 
 
 def _codes(blocks: Iterable[Block]) -> list[int]:

@@ -69,5 +69,5 @@ def test_a_large_pool_is_read_in_turns(monkeypatch) -> None:  # type: ignore[no-
     for _ in range(32):
         engine.scheduler.manager.allocator.allocate()
     full = 15 << 4 | 2
-    assert list(painter.paint(0.0).cells) == [full, 0] * 4
+    assert list(painter.paint(0.0).cells) == [full] * 4 + [0] * 4
     assert list(painter.paint(0.0).cells) == [full] * 8
