@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from server.dashboard.feed import Feed
+from server.protocol.errors import ApiError
 from server.sse import client_gone
 
 router = APIRouter(include_in_schema=False)
@@ -79,7 +80,10 @@ async def script() -> Response:
 
 @router.get(EVENTS_PATH)
 async def events(request: Request) -> Response:
-    """A frame of numbers, twice a second, as server-sent events."""
+    """A frame of numbers, twice a second, as server-sent events. Raises ApiError 403: a page of others could not read
+    them, but its images could take all places."""
+    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise ApiError(403, "Pages of other origins may not look at the status.", code="origin_not_allowed")
     return EventFeed(request.app.state.feed)
 
 

@@ -231,6 +231,14 @@ async def test_its_numbers_need_a_key_that_may_watch(tmp_path: Path) -> None:
         assert (await client.get("/metrics", headers={"Authorization": "Bearer admin"})).status_code == 200
 
 
+async def test_pages_of_others_take_no_place() -> None:
+    engine = StubEngine(ready=True)
+    engine.phase = Phase.DEAD
+    async with client_of(engine) as client:
+        for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+            assert (await client.get(EVENTS_PATH, headers={"Sec-Fetch-Site": site})).status_code == status
+
+
 async def test_it_can_be_left_out() -> None:
     async with client_of(StubEngine(ready=True), status_page=False) as client:
         for path in (*PAGE_PATHS, EVENTS_PATH):
