@@ -29,6 +29,21 @@ inline int64_t element_code(const char* op, const char* argument, const Tensor& 
   }
 }
 
+// The place of `name` in `names`, which is the launcher's code.
+inline int64_t code_of(const char* op, const char* argument, const std::string& name,
+                       std::initializer_list<const char*> names) {
+  int64_t code = 0;
+  for (const char* known : names) {
+    if (name == known) return code;
+    ++code;
+  }
+  fail(op, argument, "unknown name ", name);
+}
+
+inline int64_t activation_code(const char* op, const char* argument, const std::string& kind) {
+  return code_of(op, argument, kind, {"silu", "gelu", "gelu_tanh"});
+}
+
 // While it lives, a tensor's device is the current one; its stream is torch's current stream there.
 class DeviceCall {
  public:

@@ -18,6 +18,9 @@ void paged_attention_into(Tensor out, const Tensor query, const Tensor key_cache
                           bool causal, int64_t window, int64_t chunk, double softcap, const std::optional<Tensor> sinks,
                           const std::optional<Tensor> key_scale, const std::optional<Tensor> value_scale,
                           Tensor workspace, int64_t max_query_len, int64_t max_seq_len);
+Tensor pack_linear(const Tensor weight, bool gated);
+Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> bias, int64_t out_features,
+              bool float32_out, const std::optional<std::string> activation, const std::optional<Tensor> residual);
 Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant);
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);
 Tensor activation(const Tensor x, std::string kind);

@@ -40,6 +40,8 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CUDA, library) {
   library.impl("reshape_and_cache_scaled", TORCH_BOX(&pagemill::cuda::reshape_and_cache_scaled));
   library.impl("paged_attention", TORCH_BOX(&pagemill::cuda::paged_attention));
   library.impl("paged_attention_into", TORCH_BOX(&pagemill::cuda::paged_attention_into));
+  library.impl("pack_linear", TORCH_BOX(&pagemill::cuda::pack_linear));
+  library.impl("linear", TORCH_BOX(&pagemill::cuda::linear));
   library.impl("rms_norm", TORCH_BOX(&pagemill::cuda::rms_norm));
   library.impl("fused_add_rms_norm", TORCH_BOX(&pagemill::cuda::fused_add_rms_norm));
   library.impl("activation", TORCH_BOX(&pagemill::cuda::activation));

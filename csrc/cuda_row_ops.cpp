@@ -10,16 +10,6 @@
 namespace pagemill::cuda {
 namespace {
 
-// The place of `name` in `names`, which is the launcher's code.
-int64_t code_of(const char* op, const char* argument, const std::string& name, std::initializer_list<const char*> names) {
-  int64_t code = 0;
-  for (const char* known : names) {
-    if (name == known) return code;
-    ++code;
-  }
-  fail(op, argument, "unknown name ", name);
-}
-
 Tensor norm(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps,
             const std::string& variant) {
   check_cuda(op, "x", x);
@@ -29,10 +19,15 @@ Tensor norm(const char* op, const Tensor& x, const Tensor* residual, const Tenso
   const int64_t dim = x.size(x.dim() - 1);
   check_rows(op, "x", x);
   if (x.dim() > 3) check_contiguous(op, "x", x);
-  check_shape(op, "weight", weight, "[dim]", {dim});
+  const int64_t kind = code_of(op, "variant", variant, {"llama", "gemma", "f32", "layer"});
+  if (variant == "layer") {
+    check_shape(op, "weight", weight, "[2, dim]", {2, dim});
+  } else {
+    check_shape(op, "weight", weight, "[dim]", {dim});
+  }
   check_cuda(op, "weight", weight);
   check_contiguous(op, "weight", weight);
-  check_dtype(op, "weight", weight, x.scalar_type());
+  if (x.scalar_type() != ScalarType::Float) check_dtype(op, "weight", weight, x.scalar_type());
   if (!(eps >= 0)) fail(op, "eps", "wanted a number of at least 0, got ", eps);
   void* sum = nullptr;
   if (residual != nullptr) {
@@ -49,17 +44,12 @@ Tensor norm(const char* op, const Tensor& x, const Tensor* residual, const Tenso
     inner = x.size(1) > 0 ? x.size(1) : 1;
     inner_stride = x.stride(1);
   }
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = torch::stable::new_empty(x, x.sizes(), weight.scalar_type());
   const DeviceCall call(op, x);
   call.check(pagemill_rms_norm(x.const_data_ptr(), weight.const_data_ptr(), sum, out.mutable_data_ptr(),
-                               x.numel() / dim, inner, outer_stride, inner_stride, dim, static_cast<float>(eps),
-                               code_of(op, "variant", variant, {"llama", "gemma", "f32"}), element_code(op, "x", x),
-                               call.stream()));
+                               x.numel() / dim, inner, outer_stride, inner_stride, dim, static_cast<float>(eps), kind,
+                               element_code(op, "x", x), element_code(op, "weight", weight), call.stream()));
   return out;
-}
-
-int64_t activation_code(const char* op, const std::string& kind) {
-  return code_of(op, "kind", kind, {"silu", "gelu", "gelu_tanh"});
 }
 
 void check_logits(const char* op, const Tensor& logits) {
@@ -91,7 +81,7 @@ Tensor activation(const Tensor x, std::string kind) {
   check_contiguous(op, "x", x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   const DeviceCall call(op, x);
-  call.check(pagemill_activation(x.const_data_ptr(), out.mutable_data_ptr(), x.numel(), activation_code(op, kind),
+  call.check(pagemill_activation(x.const_data_ptr(), out.mutable_data_ptr(), x.numel(), activation_code(op, "kind", kind),
                                  element_code(op, "x", x), call.stream()));
   return out;
 }
@@ -110,7 +100,7 @@ Tensor gated_activation(const Tensor x, std::string kind) {
   Tensor out = torch::stable::new_empty(x, shape);
   const DeviceCall call(op, x);
   call.check(pagemill_gated_activation(x.const_data_ptr(), out.mutable_data_ptr(), out.numel() / width, width,
-                                       activation_code(op, kind), element_code(op, "x", x), call.stream()));
+                                       activation_code(op, "kind", kind), element_code(op, "x", x), call.stream()));
   return out;
 }
 

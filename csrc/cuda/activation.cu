@@ -3,25 +3,14 @@
 // Tiling: a thread takes one piece of 16 bytes; element-wise, so nothing is shared and a value's place cannot matter.
 // Floor: gated, 3 * sizeof(T) bytes per output element (two read, one written) and about 20 operations with one
 // exponential (gelu: 40, for the error function): bandwidth-bound from a few thousand elements on.
+#include "cuda/activation.cuh"
 #include "cuda/rows.cuh"
 
 namespace pagemill::cuda {
 namespace {
 
-enum Kind : int64_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };  // as ActivationKind in cpu/activation.h
-
 constexpr int kThreads = 256;
 constexpr int64_t kMaxGridY = 65535;
-
-PAGEMILL_DEVICE float activate(float x, int64_t kind) {
-  if (kind == kSilu) return x / (expf(-x) + 1.0f);
-  if (kind == kGelu) {
-    const float bounded = x < -30.0f ? -30.0f : x;  // keeps an infinity from meeting a zero
-    return 0.5f * bounded * erfcf(bounded * -0.707106781f);
-  }
-  // (1 + tanh u) / 2 = 1 / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel 2016)
-  return x / (expf(-x * fmaf(x * x, 0.0713548163f, 1.59576912f)) + 1.0f);
-}
 
 // x and up: rows `stride` elements apart, of which `width` count; up null: not gated. out: [rows, width].
 template <typename T>
@@ -58,14 +47,12 @@ int activate_all(const T* x, const T* up, T* out, int64_t rows, int64_t width, i
   return launch_status();
 }
 
-bool known(int64_t kind) { return kind >= kSilu && kind <= kGeluTanh; }
-
 }  // namespace
 
 // x, out: `count` elements, contiguous.
 PAGEMILL_EXPORT int pagemill_activation(const void* x, void* out, int64_t count, int64_t kind, int64_t type,
                                         void* stream) {
-  if (!known(kind)) return kInvalidArgument;
+  if (!known_activation(kind)) return kInvalidArgument;
   if (count == 0) return 0;
   return with_type(type, [&](auto element) {
     using T = decltype(element);
@@ -77,7 +64,7 @@ PAGEMILL_EXPORT int pagemill_activation(const void* x, void* out, int64_t count,
 // x: [rows, 2 * width], gate first; out: [rows, width]; contiguous. The gate is rounded to the type before the product.
 PAGEMILL_EXPORT int pagemill_gated_activation(const void* x, void* out, int64_t rows, int64_t width, int64_t kind,
                                               int64_t type, void* stream) {
-  if (!known(kind) || width < 1) return kInvalidArgument;
+  if (!known_activation(kind) || width < 1) return kInvalidArgument;
   if (rows == 0) return 0;
   return with_type(type, [&](auto element) {
     using T = decltype(element);

@@ -24,7 +24,12 @@ int64_t pagemill_paged_attention_workspace(int64_t num_seqs, int64_t max_query_l
                                            int64_t num_query_heads, int64_t num_kv_heads, int64_t value_dim);
 int pagemill_rms_norm(const void* x, const void* weight, void* residual, void* out, int64_t rows, int64_t inner,
                       int64_t outer_stride, int64_t inner_stride, int64_t dim, float eps, int64_t variant, int64_t type,
-                      void* stream);
+                      int64_t weight_type, void* stream);
+int pagemill_linear(void* out, const void* x, const void* weight, const void* bias, const void* residual, void* workspace,
+                    int64_t workspace_bytes, int64_t rows, int64_t out_features, int64_t in_features, int64_t x_stride,
+                    int64_t weight_stride, int64_t gated, int64_t activation, int64_t float32_out, int64_t bias_type,
+                    int64_t type, void* stream);
+int64_t pagemill_linear_workspace(int64_t rows, int64_t weight_rows, int64_t in_features);
 int pagemill_activation(const void* x, void* out, int64_t count, int64_t kind, int64_t type, void* stream);
 int pagemill_gated_activation(const void* x, void* out, int64_t rows, int64_t width, int64_t kind, int64_t type,
                               void* stream);

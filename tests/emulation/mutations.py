@@ -26,7 +26,7 @@ HEADS, SAMPLER, LOGITS, BATCH = (
     "test_cuda_logits.py",
     "test_cuda_batch.py",
 )
-ATTENTION = "test_cuda_attention.py"
+ATTENTION, LINEAR, LAYER = "test_cuda_attention.py", "test_cuda_linear.py", "test_layer_norm.py"
 STREAM, SOFTMAX, DECODING = "attention_stream.cuh", "attention_softmax.cuh", "attention_decode.cuh"
 
 
@@ -45,9 +45,12 @@ class Fault:
 
 FAULTS = (
     Fault("barrier missing before sums are read", "norm.cu", "  sync_block();", "", NORM),
-    Fault("accumulator not initialised", "norm.cu", "float sum = 0.0f;", "float sum;", NORM, "square_sum"),
+    Fault("accumulator not initialised", "norm.cu", "float sum = 0.0f;", "float sum;", NORM, "sum_of"),
     Fault("norm of x instead of the sum", "norm.cu", "return residual;", "return x;", NORM),
     Fault("lane leaves before its warp meets", "norm.cu", "row >= a.rows)", "row >= a.rows || lane_id() == 31)", NORM),
+    Fault("bias taken from the weights' row", "norm.cu", "load_some(weight + a.dim,", "load_some(weight,", LAYER),
+    Fault("squares not about the mean", "norm.cu", "fmaf(x - mean, x - mean, s)", "fmaf(x, x, s)", LAYER),
+    Fault("sums written while others read", "norm.cu", "(shared) + place *", "(shared) + 0 *", LAYER),
     Fault("bounds check missing", "activation.cu", "  if (start >= width) return;", "", ACTIVATION, asan=True),
     Fault("tail one element short", "rows.cuh", "if (start + i < length)", "if (start + i + 1 < length)", ACTIVATION),
     Fault("row at the wrong stride", "cache.cu", "head * rows.value_head_stride", "head * rows.value_dim", CACHE),
@@ -120,6 +123,17 @@ FAULTS = (
     ),
     Fault("scan counts a warp twice", "attention_plan.cuh", "warp < warp_id()", "warp <= warp_id()", ATTENTION),
     Fault("prefill forgets earlier splits", "attention_prefill.cuh", "if (has_folded)", "if (false)", ATTENTION),
+    Fault(
+        "waits for one slot too few", "linear_feed.cuh", "wait<Shape::kSlots - 2>", "wait<Shape::kSlots - 1>", LINEAR
+    ),
+    Fault("slot read before others' copies", "linear_feed.cuh", "    sync_block();", "", LINEAR),
+    Fault("tail of K not zeroed", "linear_feed.cuh", "row_exists && k < params_.in_features;", "row_exists;", LINEAR),
+    Fault("gate and up rows mixed", "linear_feed.cuh", "row_ % 16 >= 8", "row_ % 16 > 8", LINEAR),
+    Fault("a split one chunk too long", "linear.cu", "= begin + per_split;", "= begin + per_split + 1;", LINEAR),
+    Fault("last split of a merge lost", "linear.cu", "split < p.splits.count", "split + 1 < p.splits.count", LINEAR),
+    Fault("sums not started anew", "linear.cu", "        sums[m][n][i] = 0.0f;", "", LINEAR, "total[m][n][i] + sums"),
+    Fault("up half's sums over the gate's", "linear.cu", "n % 2 == 1 ? p.out_features", "n % 2 == 1 ? 0", LINEAR),
+    Fault("splits by the number of rows", "linear.cu", "splits_of(p.weight_rows,", "splits_of(rows,", LINEAR),
 )
 
 
@@ -142,7 +156,7 @@ def run_cases(library: Path, cases: str, asan: bool) -> subprocess.CompletedProc
         environment["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:exitcode=99"
     selection = [
         "-k",
-        "emulated-",
+        "emulated- and not amx_emulated",
         "-m",
         "not gpu",
         "-x",

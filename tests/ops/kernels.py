@@ -92,14 +92,15 @@ class LaunchedOps:
     # ---- norms and activations ------------------------------------------------------------------------------------
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, variant: NormVariant) -> Tensor:
-        out = torch.full(x.shape, torch.nan, dtype=x.dtype)
+        out = torch.full(x.shape, torch.nan, dtype=weight.dtype)
         dim = x.shape[-1]
         inner, outer_stride, inner_stride = 1, x.stride(0) if x.dim() > 1 else 0, dim
         if x.dim() == 3:
             inner, inner_stride = max(1, x.shape[1]), x.stride(1)
         self.launch(
             "rms_norm", x, weight, residual, out, x.numel() // dim, inner, outer_stride, inner_stride, dim, float(eps),
-            VARIANTS.index(variant), CODES[x.dtype], changes=[out] if residual is None else [out, residual],
+            VARIANTS.index(variant), CODES[x.dtype], CODES[weight.dtype],
+            changes=[out] if residual is None else [out, residual],
         )  # fmt: skip
         return out
 
@@ -131,6 +132,33 @@ class LaunchedOps:
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         return self._gated(x, "gelu_tanh")
+
+    # ---- linear layers --------------------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        activation: ActivationKind | None = None,
+        residual: Tensor | None = None,
+        workspace_bytes: int | None = None,
+    ) -> Tensor:
+        """weight [out_features, in_features] as it is, rows at any stride; with an activation [2 * out_features, ...].
+        workspace_bytes: None for as many as the launcher's companion says."""
+        out_features, dtype = weight.shape[0] // (1 if activation is None else 2), out_dtype or x.dtype
+        out = torch.full((len(x), out_features), torch.nan, dtype=dtype)
+        if workspace_bytes is None:
+            workspace_bytes = self.launchers.number("linear_workspace", len(x), *weight.shape)
+        workspace = torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8)
+        self.launch(
+            "linear", out, x, weight, bias, residual, workspace, workspace_bytes, len(x), out_features, x.shape[1],
+            x.stride(0), weight.stride(0), activation is not None, KINDS.index(activation or "silu"),
+            dtype == torch.float32, CODES[x.dtype if bias is None else bias.dtype], CODES[x.dtype], changes=[out],
+        )  # fmt: skip
+        return out
 
     # ---- the paged cache ------------------------------------------------------------------------------------------
 

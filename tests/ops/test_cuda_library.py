@@ -10,8 +10,8 @@ import pytest
 from engine.ops import library_candidates
 
 SERVED = [
-    "activation", "fused_add_rms_norm", "gated_activation", "logprobs_of", "paged_attention", "paged_attention_into",
-    "reshape_and_cache", "reshape_and_cache_scaled", "rms_norm", "sample",
+    "activation", "fused_add_rms_norm", "gated_activation", "linear", "logprobs_of", "pack_linear", "paged_attention",
+    "paged_attention_into", "reshape_and_cache", "reshape_and_cache_scaled", "rms_norm", "sample",
 ]  # fmt: skip
 
 SCRIPT = """
