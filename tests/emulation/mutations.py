@@ -129,11 +129,24 @@ FAULTS = (
     Fault("slot read before others' copies", "linear_feed.cuh", "    sync_block();", "", LINEAR),
     Fault("tail of K not zeroed", "linear_feed.cuh", "row_exists && k < params_.in_features;", "row_exists;", LINEAR),
     Fault("gate and up rows mixed", "linear_feed.cuh", "row_ % 16 >= 8", "row_ % 16 > 8", LINEAR),
-    Fault("a split one chunk too long", "linear.cu", "= begin + per_split;", "= begin + per_split + 1;", LINEAR),
+    Fault(
+        "a split one chunk short",
+        "linear.cu",
+        "left = per_split;",
+        "left = per_split - 1;",
+        LINEAR,
+        "fold<Shape>(total",
+    ),
     Fault("last split of a merge lost", "linear.cu", "split < p.splits.count", "split + 1 < p.splits.count", LINEAR),
     Fault("sums not started anew", "linear.cu", "        sums[m][n][i] = 0.0f;", "", LINEAR, "total[m][n][i] + sums"),
     Fault("up half's sums over the gate's", "linear.cu", "n % 2 == 1 ? p.out_features", "n % 2 == 1 ? 0", LINEAR),
-    Fault("splits by the number of rows", "linear.cu", "splits_of(p.weight_rows,", "splits_of(rows,", LINEAR),
+    Fault(
+        "splits by the number of rows",
+        "linear.cu",
+        "splits_of(p.weight_rows,",
+        "splits_of(p.weight_rows * rows,",
+        LINEAR,
+    ),
 )
 
 
