@@ -114,6 +114,14 @@ def test_grid_and_workspace_change_no_bit(launched: LaunchedOps, name: str) -> N
             assert same_bits(batch.attend(), expected), (workspace_bytes, multiprocessors)
 
 
+def test_many_splits(launched: LaunchedOps) -> None:
+    """More than the merge reads at once, by one and by some: 17 and 19 splits, beside one of exactly 16."""
+    shape = Shape(kv_heads=1, group=2, key_dim=16, value_dim=16)
+    batch = Batch(shape, [4200, 4096, 4700], [1, 1, 2], torch.bfloat16, kernels=launched)
+    batch.options = dict(max_query_len=2, multiprocessors=8)
+    assert_close(batch.attend(), *batch.exact())
+
+
 def test_many_sequences(launched: LaunchedOps) -> None:
     """More than a block has threads, so the plan takes several rounds."""
     lengths = [1 + i * 37 % 90 for i in range(300)]
