@@ -38,7 +38,7 @@ class Target:
     flags: tuple[str, ...] = ()
 
     @property
-    def library(self) -> Path:
+    def built(self) -> Path:
         return self.folder / "_emu.so"
 
 
@@ -59,10 +59,10 @@ def build(target: Target) -> Path:
     newest = max(path.stat().st_mtime for path in headers)
     with ThreadPoolExecutor(JOBS) as pool:
         objects = list(pool.map(partial(_compile, target, newest), sources))
-    if not target.library.exists() or any(o.stat().st_mtime > target.library.stat().st_mtime for o in objects):
+    if not target.built.exists() or any(o.stat().st_mtime > target.built.stat().st_mtime for o in objects):
         sanitizer = ASAN_FLAGS if target.asan else ()
-        _run([compiler(), "-shared", *sanitizer, "-o", str(target.library), *map(str, objects)])
-    return target.library
+        _run([compiler(), "-shared", *sanitizer, "-o", str(target.built), *map(str, objects)])
+    return target.built
 
 
 def _compile(target: Target, newest_header: float, source: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.emulation.build import ROOT, Target, build
-from tests.emulation.library import CODES, EmulatedLaunchers
+from tests.emulation.launchers import CODES, EmulatedLaunchers
 
 CASES = (Path(__file__).with_name("machine_cases.cu"),)
 TARGETS = {

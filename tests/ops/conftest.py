@@ -16,7 +16,8 @@ import torch
 from engine import ops
 from tests.ops.kernels import EMULATED, LAUNCHED, LaunchedOps, kernels_of
 
-MARKS = {"cuda": [pytest.mark.gpu], **{name: [pytest.mark.slow] for name in EMULATED[1:]}}
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+MARKS = {"cuda": ON_GPU, **{name: [pytest.mark.slow] for name in EMULATED[1:]}}
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 DTYPES = (*CPU_DTYPES, torch.float16)
 

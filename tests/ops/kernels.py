@@ -20,7 +20,7 @@ from torch import Tensor
 from engine import ops
 from engine.ops import ActivationKind, NormVariant
 from tests.emulation.build import ROOT
-from tests.emulation.library import CODES, Argument, DeviceLaunchers, EmulatedLaunchers, Launchers
+from tests.emulation.launchers import CODES, Argument, DeviceLaunchers, EmulatedLaunchers, Launchers
 
 SEEDS = (0, 1, 2)
 EMULATED = tuple(f"emulated-{seed}" for seed in SEEDS)

@@ -33,21 +33,21 @@ class Launchers:
     pointer; tensors must outlive what runs on the stream."""
 
     def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
+        self.loaded = ctypes.CDLL(str(path))
 
     def stream(self) -> int:
         return 0
 
     def launch(self, name: str, *arguments: Argument) -> None:
         """Raises RuntimeError if the launcher returns an error."""
-        function = getattr(self.library, f"pagemill_{name}")
+        function = getattr(self.loaded, f"pagemill_{name}")
         status = function(*map(_c_value, arguments), ctypes.c_void_p(self.stream()))
         if status != 0:
             raise RuntimeError(f"{name}: error {status}{self.report()}")
 
     def number(self, name: str, *arguments: int) -> int:
         """What pagemill_NAME, no launcher but a question to one, answers."""
-        function = getattr(self.library, f"pagemill_{name}")
+        function = getattr(self.loaded, f"pagemill_{name}")
         function.restype = ctypes.c_int64
         return int(function(*map(ctypes.c_int64, arguments)))
 
@@ -60,14 +60,14 @@ class EmulatedLaunchers(Launchers):
 
     def __init__(self, path: Path | None = None, seed: int = 0) -> None:
         super().__init__(path or build(default_target()))
-        self.library.emulation_report.restype = ctypes.c_char_p
+        self.loaded.emulation_report.restype = ctypes.c_char_p
         self.set_seed(seed)
 
     def set_seed(self, seed: int) -> None:
-        self.library.emulation_seed(ctypes.c_uint64(seed))
+        self.loaded.emulation_seed(ctypes.c_uint64(seed))
 
     def report(self) -> str:
-        text: bytes = self.library.emulation_report()
+        text: bytes = self.loaded.emulation_report()
         return f": {text.decode()}" if text else ""
 
 
