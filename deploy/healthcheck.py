@@ -6,6 +6,7 @@ python3 healthcheck.py --alive    also 0 while it loads or drains: whether to le
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -18,7 +19,16 @@ ALIVE = ("ready", "starting", "draining")
 
 
 def status(port: int) -> str:
-    """The word that /health says. Raises OSError if nobody answers, ValueError if it is no JSON."""
+    """The word that /health says. Raises OSError or HTTPException if nobody answers, ValueError if it is no JSON."""
+    if not os.environ.get("PAGEMILL_TLS_CERT"):
+        try:
+            return ask("http", port)
+        except (http.client.HTTPException, ConnectionResetError):
+            pass  # somebody is there, and speaks HTTPS if the settings file says so
+    return ask("https", port)
+
+
+def ask(scheme: str, port: int) -> str:
     trusting = ssl.create_default_context()
     trusting.check_hostname = False  # the certificate is for the name that clients use
     trusting.verify_mode = ssl.CERT_NONE
@@ -26,7 +36,6 @@ def status(port: int) -> str:
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting)
     )
-    scheme = "https" if os.environ.get("PAGEMILL_TLS_CERT") else "http"
     try:
         with opener.open(f"{scheme}://127.0.0.1:{port}/health", timeout=TIMEOUT_S) as answer:
             body = answer.read()
@@ -39,7 +48,7 @@ def main(arguments: list[str]) -> int:
     port = int(os.environ.get("PAGEMILL_PORT") or 8000)
     try:
         word = status(port)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         print(f"no answer on port {port}: {error}")
         return 1
     print(word)

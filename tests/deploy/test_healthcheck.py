@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.process import ServerProcess, free_port, stub_server
@@ -47,7 +48,22 @@ def test_a_server_that_speaks_https(tmp_path: Path) -> None:
         while (found := check(server.port, PAGEMILL_TLS_CERT=str(cert))) != (0, "ready"):
             assert time.monotonic() < until, found
             time.sleep(0.1)
-        assert check(server.port)[0] == 1
+        assert check(server.port) == (0, "ready")  # its settings may stand in a file, which the check does not read
+
+
+def test_a_server_with_keys_needs_none_for_its_health(tmp_path: Path) -> None:
+    with stub_server(tmp_path / "log", "--set", "api_key=sk-health") as server:
+        server.wait_for("ready")
+        assert httpx.get(f"{server.url}/v1/models", trust_env=False).status_code == 401
+        assert both(server) == [(0, "ready"), (0, "ready")]
+
+
+def test_https_is_not_taken_for_granted(tmp_path: Path) -> None:
+    with stub_server(tmp_path / "log") as server:
+        server.wait_for("ready")
+        code, said = check(server.port, PAGEMILL_TLS_CERT="some.crt")
+        assert code == 1
+        assert "SSL" in said
 
 
 @pytest.mark.parametrize("flags", [(), ("--alive",)])
