@@ -1,23 +1,29 @@
 """The mutation proof: plants one fault at a time into a copy of csrc/cuda and says which the cases catch.
 
-`python -m tests.emulation.mutations [NAME...]`. A fault is one line changed or left out. It is caught if the cases
-named beside it fail under some seed, or end in a crash; compiling must work, for a fault the compiler finds proves
-nothing. Exits with 1 if one is not caught, or if the cases do not pass on an unchanged copy. New kernels bring their
-own faults.
+`python -m tests.emulation.mutations [--jobs N] [NAME...]`. A fault is one line changed or left out. It is caught if
+the cases named beside it fail under some seed, or end in a crash; compiling must work, for a fault the compiler
+finds proves nothing. Exits with 1 if one is not caught, or if a case that caught one fails without it too. New kernels
+bring their own faults.
+
+Only what includes the changed file is compiled again; the rest of a faulty library are the objects of the library that
+other tests use.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.emulation.build import ROOT, Target, build, compiler
+from tests.emulation.build import ROOT, Target, build, compile_source, compiler, default_target, link, reads
 
 NORM, ACTIVATION, CACHE = "test_norm.py", "test_activation.py", "test_cache_ops.py"
 HEADS, SAMPLER, LOGITS, BATCH = (
@@ -27,7 +33,11 @@ HEADS, SAMPLER, LOGITS, BATCH = (
     "test_cuda_batch.py",
 )
 ATTENTION, LINEAR, LAYER = "test_cuda_attention.py", "test_cuda_linear.py", "test_layer_norm.py"
+ROWS, SPLITS = f"{ATTENTION} against_float64 and g3", f"{ATTENTION} many_splits or grid_and_workspace and g3"
 STREAM, SOFTMAX, DECODING = "attention_stream.cuh", "attention_softmax.cuh", "attention_decode.cuh"
+# Where a header is part of several: the one that the cases reach.
+UNITS = {ATTENTION: "paged_attention_64.cu"}
+TIME_LIMIT_S = 600
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Fault:
     file: str
     old: str
     new: str
-    cases: str  # the file in tests/ops that should notice
+    cases: str  # the file in tests/ops that should notice; after a space, which of its cases (pytest -k)
     after: str = ""
     asan: bool = False  # strays outside of tensors, which only AddressSanitizer is sure to see
 
@@ -83,46 +93,58 @@ FAULTS = (
     Fault("repetition after the counts", "logits.cu", "logit > 0.0f ?", "logit >= 1.0f ?", LOGITS),
     Fault("own count in the start", "batch.cu", "i = thread; i < seq;", "i = thread; i <= seq;", BATCH),
     Fault("padding taken for a sequence", "batch.cu", "seq >= *num_seqs", "seq > *num_seqs", BATCH),
-    Fault("waits for one copy too few", STREAM, "wait<SLOTS - 2>", "wait<SLOTS - 1>", ATTENTION),
-    Fault("slot read before all copies are seen", STREAM, "      sync_block();", "", ATTENTION),
-    Fault("next split's blocks not looked up", STREAM, "tile_ % kTilesPerSplit == 0", "false", ATTENTION),
-    Fault("tail of a block not zeroed", STREAM, "first_key + key < keys_.end", "true", ATTENTION),
-    Fault("causal mask off by one", "attention_params.cuh", "+ last + 1 :", "+ last + 2 :", ATTENTION),
+    Fault("waits for one copy too few", STREAM, "wait<SLOTS - 2>", "wait<SLOTS - 1>", ROWS),
+    Fault("slot read before all copies are seen", STREAM, "      sync_block();", "", ROWS),
+    Fault("next split's blocks not looked up", STREAM, "tile_ % kTilesPerSplit == 0", "false", ROWS),
+    Fault("tail of a block not zeroed", STREAM, "first_key + key < keys_.end", "true", ROWS),
+    Fault("causal mask off by one", "attention_params.cuh", "+ last + 1 :", "+ last + 2 :", ROWS),
     Fault(
         "window off by one",
         "attention_params.cuh",
         "begin = position - params.window + 1;",
         "begin = position - params.window + 2;",
-        ATTENTION,
+        f"{ATTENTION} window-5",
     ),
-    Fault("half of the columns left out", "attention_rows.cuh", "+ shuffle_xor(total[half], 2)", "", ATTENTION),
-    Fault("fp8 dims paired wrongly", "attention_rows.cuh", "4 * t + 2 * second", "2 * t + 8 * second", ATTENTION),
+    Fault("half of the columns left out", "attention_rows.cuh", "+ shuffle_xor(total[half], 2)", "", ROWS),
+    Fault(
+        "fp8 dims paired wrongly",
+        "attention_rows.cuh",
+        "4 * t + 2 * second",
+        "2 * t + 8 * second",
+        f"{ATTENTION} fp8_cache and g3",
+    ),
     Fault(
         "total not scaled to the new top",
         SOFTMAX,
         "fmaf(gathered.total[half], keep, total)",
         "gathered.total[half] + total",
-        ATTENTION,
+        ROWS,
     ),
     Fault(
         "split folded with the other's weight",
         SOFTMAX,
         "fmaf(right, add, left * keep)",
         "fmaf(right, keep, left * add)",
-        ATTENTION,
+        ROWS,
     ),
-    Fault("partial rows at the wrong stride", DECODING, "split * num_rows + row", "split * 16 + row", ATTENTION),
-    Fault("rings refilled while others read", DECODING, "      sync_block();", "", ATTENTION, "fold_round(group"),
-    Fault("folded values not cleared", DECODING, "if (first_round)", "if (false)", ATTENTION),
+    Fault("partial rows at the wrong stride", DECODING, "split * num_rows + row", "split * 16 + row", SPLITS),
+    Fault("rings refilled while others read", DECODING, "      sync_block();", "", SPLITS, "fold_round(group"),
+    Fault("folded values not cleared", DECODING, "if (first_round)", "if (false)", SPLITS),
     Fault(
         "last group of a merge lost",
         "attention_merge.cuh",
         "first < num_splits;",
         "first + 1 < num_splits;",
-        ATTENTION,
+        SPLITS,
     ),
-    Fault("scan counts a warp twice", "attention_plan.cuh", "warp < warp_id()", "warp <= warp_id()", ATTENTION),
-    Fault("prefill forgets earlier splits", "attention_prefill.cuh", "if (has_folded)", "if (false)", ATTENTION),
+    Fault(
+        "scan counts a warp twice",
+        "attention_plan.cuh",
+        "warp < warp_id()",
+        "warp <= warp_id()",
+        f"{ATTENTION} many_sequences",
+    ),
+    Fault("prefill forgets earlier splits", "attention_prefill.cuh", "if (has_folded)", "if (false)", ROWS),
     Fault(
         "waits for one slot too few", "linear_feed.cuh", "wait<Shape::kSlots - 2>", "wait<Shape::kSlots - 1>", LINEAR
     ),
@@ -161,31 +183,32 @@ def plant(fault: Fault, kernels: Path) -> None:
     path.write_text(text[:at] + fault.new + text[at + len(fault.old) :])
 
 
-def run_cases(library: Path, cases: str, asan: bool) -> subprocess.CompletedProcess[str]:
+def run_cases(library: Path, cases: Sequence[str], asan: bool) -> subprocess.CompletedProcess[str]:
+    """cases: words for pytest. Raises subprocess.TimeoutExpired."""
     environment = {**os.environ, "PAGEMILL_EMULATED_LIBRARY": str(library), "OMP_WAIT_POLICY": "PASSIVE"}
     if asan:
         found = subprocess.run([compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
         environment["LD_PRELOAD"] = found.stdout.strip()
         environment["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0:exitcode=99"
-    selection = [
-        "-k",
-        "emulated- and not amx_emulated",
-        "-m",
-        "not gpu",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--no-header",
-        "--capture=sys",
-    ]
-    command = [sys.executable, "-m", "pytest", f"tests/ops/{cases}", *selection]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    command = [sys.executable, "-m", "pytest", *cases, "-v", "-p", "no:cacheprovider", "--no-header", "--capture=sys"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S
+    )
 
 
-def was_caught(done: subprocess.CompletedProcess[str]) -> bool:
-    """Cases failed, or the process did not survive them; anything else that goes wrong is not a catch."""
-    return done.returncode in (1, 99) or done.returncode < 0
+def until_one_fails(library: Path, fault: Fault) -> subprocess.CompletedProcess[str]:
+    file, _, which = fault.cases.partition(" ")
+    wanted = "emulated- and not amx_emulated" + (f" and ({which})" if which else "")
+    return run_cases(library, [f"tests/ops/{file}", "-k", wanted, "-m", "not gpu", "-x"], fault.asan)
+
+
+def failed_case(done: subprocess.CompletedProcess[str]) -> str | None:
+    """The case that failed, or that the process did not survive; anything else that goes wrong is not a catch."""
+    if done.returncode not in (1, 99) and done.returncode >= 0:
+        return None
+    begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+::\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else begun[-1] if begun else None
 
 
 def reason(done: subprocess.CompletedProcess[str]) -> str:
@@ -194,47 +217,63 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0].removeprefix("E").strip()[:90] if lines else f"exit status {done.returncode}"
 
 
-def try_fault(fault: Fault, original: Target, folder: Path) -> tuple[bool, str]:
+def build_faulty(fault: Fault, folder: Path) -> Path:
+    """The library with the fault. Raises ValueError if it does not fit the source."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(original.folder, folder)  # with the objects' times: only what the fault touches is compiled again
     kernels = folder / "src" / "cuda"
+    shutil.copytree(ROOT / "csrc" / "cuda", kernels)
     plant(fault, kernels)
-    done = run_cases(build(Target(folder, kernels, asan=fault.asan, flags=("-w",))), fault.cases, fault.asan)
-    return was_caught(done), reason(done)
+    whole, changed = default_target(fault.asan), Target(folder, kernels, asan=fault.asan, flags=("-w",))
+    unit = UNITS.get(fault.cases.partition(" ")[0])
+    again = [s for s in changed.sources() if kernels / fault.file in reads(s, changed.include)]
+    again = [source for source in again if unit in (None, source.name)]
+    if not again:
+        raise ValueError(f"{fault.name}: nothing that its cases reach includes {fault.file}")
+    names = {source.name for source in again}
+    rest = [whole.object_of(source) for source in whole.sources() if source.name not in names]
+    link(changed, [*(compile_source(changed, source) for source in again), *rest])
+    return changed.built
 
 
-def originals(folder: Path, faults: Sequence[Fault]) -> dict[bool, Target]:
-    """Unchanged copies, built, with their cases run: by whether they have AddressSanitizer."""
-    made = {}
-    for asan in sorted({fault.asan for fault in faults}):
-        target = Target(
-            folder / f"original{'-asan' * asan}", folder / f"original{'-asan' * asan}" / "src" / "cuda", asan=asan
-        )
-        shutil.rmtree(target.kernels, ignore_errors=True)
-        shutil.copytree(ROOT / "csrc" / "cuda", target.kernels)
-        library = build(target)
-        for cases in sorted({fault.cases for fault in faults if fault.asan == asan}):
-            done = run_cases(library, cases, asan)
-            if done.returncode != 0:
-                sys.exit(f"{cases} fails without a fault:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        made[asan] = target
-    return made
+def try_fault(fault: Fault, folder: Path) -> str | None:
+    """Prints a line. The case that caught it."""
+    start = time.monotonic()
+    try:
+        done = until_one_fails(build_faulty(fault, folder), fault)
+        case, why = failed_case(done), reason(done)
+    except subprocess.TimeoutExpired:
+        case, why = None, f"no end within {TIME_LIMIT_S} s"
+    shutil.rmtree(folder)
+    verdict, seconds = "caught" if case else "NOT CAUGHT", time.monotonic() - start
+    named = case.partition("::")[2] + ": " if case else ""
+    print(f"{verdict:10}  {fault.file:21} {fault.name:38} {seconds:4.0f} s  {named}{why}", flush=True)
+    return case
 
 
-def main(names: Sequence[str]) -> None:
-    faults = [f for f in FAULTS if not names or any(name in f.name or name == f.file for name in names)]
+def check_without(cases: Sequence[str], asan: bool) -> None:
+    """Exits if one of the cases that caught a fault fails on the library as it is."""
+    done = run_cases(build(default_target(asan)), cases, asan)
+    if done.returncode != 0:
+        sys.exit(f"without a fault:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="plant faults into the CUDA kernels")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="part of a fault's name, or a file; all without")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="so many at a time")
+    given = parser.parse_args(arguments)
+    faults = [f for f in FAULTS if not given.names or any(n in f.name or n == f.file for n in given.names)]
     folder = ROOT / "build" / "mutations"
-    made = originals(folder, faults)
-    missed = 0
-    for fault in faults:
-        start = time.monotonic()
-        caught, why = try_fault(fault, made[fault.asan], folder / "changed")
-        missed += not caught
-        verdict = "caught" if caught else "NOT CAUGHT"
-        print(f"{verdict:10}  {fault.file:14} {fault.name:40} {time.monotonic() - start:4.0f} s  {why}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} faults caught")
-    sys.exit(1 if missed else 0)
+    for asan in {fault.asan for fault in faults}:
+        build(default_target(asan))
+    with ThreadPoolExecutor(given.jobs) as pool:
+        cases = list(pool.map(try_fault, faults, [folder / str(number) for number in range(len(faults))]))
+    for asan in (False, True):
+        if caught := {case for fault, case in zip(faults, cases, strict=True) if case and fault.asan == asan}:
+            check_without(sorted(caught), asan)
+    print(f"{len(faults) - cases.count(None)} of {len(faults)} faults caught")
+    sys.exit(None in cases)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

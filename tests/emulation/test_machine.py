@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.emulation.build import ROOT, Target, build
 from tests.emulation.launchers import CODES, EmulatedLaunchers
 
-CASES = (Path(__file__).with_name("machine_cases.cu"),)
+CASES = Path(__file__).parent  # machine_cases.cu
 TARGETS = {
-    "own-switch": Target(ROOT / "build" / "emulation-cases", extra=CASES),
-    "ucontext": Target(ROOT / "build" / "emulation-ucontext", extra=CASES, flags=("-DPAGEMILL_UCONTEXT",)),
+    "own-switch": Target(ROOT / "build" / "emulation-cases", CASES),
+    "ucontext": Target(ROOT / "build" / "emulation-ucontext", CASES, flags=("-DPAGEMILL_UCONTEXT",)),
 }
 
 
