@@ -33,6 +33,8 @@ HEADS, SAMPLER, LOGITS, BATCH = (
     "test_cuda_batch.py",
 )
 ATTENTION, LINEAR, LAYER = "test_cuda_attention.py", "test_cuda_linear.py", "test_layer_norm.py"
+WORDS, LOGPROBS = f"{SAMPLER} philox_words", f"{SAMPLER} logprobs"
+GATE, NEIGHBOURS = f"{LINEAR} gate_is", f"{LINEAR} neighbours"
 ROWS, SPLITS = f"{ATTENTION} against_float64 and g3", f"{ATTENTION} many_splits or grid_and_workspace and g3"
 STREAM, SOFTMAX, DECODING = "attention_stream.cuh", "attention_softmax.cuh", "attention_decode.cuh"
 # Where a header is part of several: the one that the cases reach.
@@ -73,7 +75,7 @@ FAULTS = (
     Fault("sine of the other half", "heads.cuh", "high * to_float(sin[a])", "high * to_float(sin[b])", HEADS),
     Fault("last pair of a head left out", "heads.cuh", "if (pair < dim / 2)", "if (pair < dim / 2 - 1)", HEADS),
     Fault("one round too few", "philox.cuh", "round < 10", "round < 9", SAMPLER),
-    Fault("carry lost in the place", "philox.cuh", "+ (low >> 32)", "", SAMPLER),
+    Fault("carry lost in the place", "philox.cuh", "+ (low >> 32)", "", WORDS),
     Fault("walk loses its running sum", "sampler.cu", "shuffle(sum, kWarp - 1)", "shuffle(sum, 0)", SAMPLER),
     Fault("list full of just the top k", "sampler.cu", "(top_k) <= many)", "(top_k) < many)", SAMPLER),
     Fault("stretches not cleared", "sampler.cu", "shared.bins[i] = 0;", "{}", SAMPLER, "void sum_stretches"),
@@ -88,7 +90,7 @@ FAULTS = (
     Fault("barrier missing in the scan", "ranking.cuh", "  sync_block();", "", SAMPLER, "= sum;"),
     Fault("ties to the higher id", "ranking.cuh", "(kIdMask - static_cast", "(static_cast", SAMPLER, "rank_of("),
     Fault("bin off by one", "ranking.cuh", "before < target", "before <= target", SAMPLER),
-    Fault("a warp left out of the merge", "logprobs.cu", "w = 0; w < kRowWarps", "w = 1; w < kRowWarps", SAMPLER),
+    Fault("a warp left out of the merge", "logprobs.cu", "w = 0; w < kRowWarps", "w = 1; w < kRowWarps", LOGPROBS),
     Fault("mask one id too far", "logits.cu", "if (id >= vocab ||", "if (id > vocab ||", LOGITS),
     Fault("repetition after the counts", "logits.cu", "logit > 0.0f ?", "logit >= 1.0f ?", LOGITS),
     Fault("own count in the start", "batch.cu", "i = thread; i < seq;", "i = thread; i <= seq;", BATCH),
@@ -150,24 +152,26 @@ FAULTS = (
     ),
     Fault("slot read before others' copies", "linear_feed.cuh", "    sync_block();", "", LINEAR),
     Fault("tail of K not zeroed", "linear_feed.cuh", "row_exists && k < params_.in_features;", "row_exists;", LINEAR),
-    Fault("gate and up rows mixed", "linear_feed.cuh", "row_ % 16 >= 8", "row_ % 16 > 8", LINEAR),
+    Fault("gate and up rows mixed", "linear_feed.cuh", "row_ % 16 >= 8", "row_ % 16 > 8", GATE),
     Fault(
         "a split one chunk short",
         "linear.cu",
         "left = per_split;",
         "left = per_split - 1;",
-        LINEAR,
+        NEIGHBOURS,
         "fold<Shape>(total",
     ),
     Fault("last split of a merge lost", "linear.cu", "split < p.splits.count", "split + 1 < p.splits.count", LINEAR),
-    Fault("sums not started anew", "linear.cu", "        sums[m][n][i] = 0.0f;", "", LINEAR, "total[m][n][i] + sums"),
-    Fault("up half's sums over the gate's", "linear.cu", "n % 2 == 1 ? p.out_features", "n % 2 == 1 ? 0", LINEAR),
+    Fault(
+        "sums not started anew", "linear.cu", "        sums[m][n][i] = 0.0f;", "", NEIGHBOURS, "total[m][n][i] + sums"
+    ),
+    Fault("up half's sums over the gate's", "linear.cu", "n % 2 == 1 ? p.out_features", "n % 2 == 1 ? 0", NEIGHBOURS),
     Fault(
         "splits by the number of rows",
         "linear.cu",
         "splits_of(p.weight_rows,",
         "splits_of(p.weight_rows * rows,",
-        LINEAR,
+        NEIGHBOURS,
     ),
 )
 
