@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="manylinux wheels are made on Linux"),
 ]
 
+PACKAGES = ("engine", "server", "loadtest")
 LEVELS = ("portable", "avx2", "avx512", "amx")
 
 
@@ -53,8 +54,12 @@ def test_it_holds_the_packages_and_nothing_of_torch_or_the_tests(wheel: Path) ->
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"engine", "server", "loadtest"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert not [name for name in names if re.search(r"lib(torch|c10|cud)", name)]
+    written = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.*")}
+    wanted = {name for name in written if not name.endswith((".pyc", ".so")) and "/." not in name}
+    assert "server/dashboard/page.html" in wanted
+    assert wanted <= set(names), wanted - set(names)
 
 
 def test_every_cpu_level_is_in_it(library: bytes) -> None:
@@ -75,6 +80,10 @@ def test_it_installs_and_serves_where_there_is_no_compiler(served: Container) ->
     body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     answer = httpx.post(url + "/v1/completions", json=body, timeout=120, trust_env=False)
     assert "Paris" in answer.json()["choices"][0]["text"]
+    page = httpx.get(url + "/", timeout=30, trust_env=False)
+    parts = re.findall(r'(?:src|href)="([^"]+\.(?:css|js))"', page.text)
+    assert len(parts) == 2
+    assert {httpx.get(f"{url}/{name}", timeout=30, trust_env=False).status_code for name in parts} == {200}
     served.stop()
     assert served.process.wait(60) == 0
 
