@@ -98,7 +98,10 @@ class RowOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One entry per ScheduledBatch.rows, in that order."""
+    """One entry per ScheduledBatch.rows, in that order. forward_s, sampling_s: how long the device took for the model
+    and for choosing tokens, seconds; None: it does not tell, or there was nothing of the kind."""
 
     step_id: int
     rows: tuple[RowOutput, ...] = ()
+    forward_s: float | None = None
+    sampling_s: float | None = None

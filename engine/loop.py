@@ -20,7 +20,7 @@ from engine.outputs import Delivery
 from engine.painter import Painter
 from engine.scheduler import Scheduler
 from engine.sequence import Request
-from engine.stats import Picture, RequestStats
+from engine.stats import Picture, RequestStats, StepStats
 from engine.step import Changes
 
 logger = logging.getLogger("pagemill.engine")
@@ -189,12 +189,16 @@ class EngineLoop(threading.Thread):
             return
         updated = time.monotonic()
         changes = self._scheduler.update(flight.batch, output, updated)
-        self._hand_over(
-            changes,
+        ended = time.monotonic()
+        step = self._scheduler.step_stats(
             schedule_s=flight.schedule_s,
             execute_s=flight.execute_s + updated - waited,
-            update_s=time.monotonic() - updated,
+            update_s=ended - updated,
+            forward_s=output.forward_s,
+            sampling_s=output.sampling_s,
+            handed_s=ended,
         )
+        self._hand_over(changes, step=step)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """Containment: the sequences of this step end with an error, everybody else goes on."""
@@ -203,6 +207,7 @@ class EngineLoop(threading.Thread):
         message = "The engine failed while computing this request."
         self._hand_over(self._scheduler.fail_step(batch, message, time.monotonic()))
 
-    def _hand_over(self, changes: Changes, picture: Picture | None = None, **seconds: float) -> None:
-        stats = self._scheduler.step_stats(**seconds)
-        self._deliver(Delivery(changes.outputs, stats, changes.finished, changes.started, picture))
+    def _hand_over(self, changes: Changes, picture: Picture | None = None, step: StepStats | None = None) -> None:
+        """step: what there is to tell of one; None: gauges alone."""
+        step = step or self._scheduler.step_stats()
+        self._deliver(Delivery(changes.outputs, step, changes.finished, changes.started, picture))

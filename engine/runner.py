@@ -5,6 +5,7 @@ No queues, no threads, no decisions: what to compute is in the `ScheduledBatch`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,13 +69,17 @@ class ModelRunner:
             self.pooler.begin(new)
         self.kv_cache.copy_blocks(batch.block_copies)
         forward = ForwardBatch.build(batch, self.table)
+        started = time.monotonic()
         logits, scores = self._compute(batch, forward)
+        computed = time.monotonic()
         outputs = [RowOutput()] * len(batch.rows)
         for index, told in scores.items():
             outputs[index] = told
+        sampling_s = None
         if forward.sampled:
             self._sample(logits, forward, outputs, scores)
-        return StepHandle(StepOutput(batch.step_id, tuple(outputs)))
+            sampling_s = time.monotonic() - computed
+        return StepHandle(StepOutput(batch.step_id, tuple(outputs), computed - started, sampling_s))
 
     def _compute(self, batch: ScheduledBatch, forward: ForwardBatch) -> tuple[Tensor, dict[int, RowOutput]]:
         """Logits [num_logits, vocab] float32 to sample from, and by index into batch.rows what was told of prompts."""

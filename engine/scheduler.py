@@ -376,7 +376,16 @@ class Scheduler:
 
     # -- numbers
 
-    def step_stats(self, *, schedule_s: float = 0.0, execute_s: float = 0.0, update_s: float = 0.0) -> StepStats:
+    def step_stats(
+        self,
+        *,
+        schedule_s: float = 0.0,
+        execute_s: float = 0.0,
+        update_s: float = 0.0,
+        forward_s: float | None = None,
+        sampling_s: float | None = None,
+        handed_s: float | None = None,
+    ) -> StepStats:
         """Gauges of this moment, and what the step updated last computed; told once, then its counts are zero."""
         step, self._last_step = self._last_step, StepPlan(0.0, 0, step_id=self._last_step.step_id)
         return StepStats(
@@ -392,6 +401,9 @@ class Scheduler:
             schedule_s=schedule_s,
             execute_s=execute_s,
             update_s=update_s,
+            forward_s=forward_s,
+            sampling_s=sampling_s,
+            handed_s=handed_s,
             cache=self.manager.stats(),
         )
 

@@ -42,6 +42,9 @@ class StepStats:
     schedule_s: float = 0.0
     execute_s: float = 0.0
     update_s: float = 0.0
+    forward_s: float | None = None  # of execute_s: the model; None where the runner does not tell
+    sampling_s: float | None = None  # of execute_s: choosing tokens
+    handed_s: float | None = None  # time.monotonic() when the engine thread let go of it; None: there was no step
     cache: CacheStats = CacheStats()
 
 

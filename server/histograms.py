@@ -26,6 +26,31 @@ SHORT_BUCKETS = (
     2.5,
     10,
 )
+# of a step, whose parts take tens of microseconds with a small model, and a second with a large one on a CPU
+STEP_BUCKETS = (
+    0.00005,
+    0.0001,
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.004,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2.5,
+    10,
+)
 LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 30, 60, 120, 300)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REQUEST_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -67,10 +92,13 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
     ("iteration_tokens_total", "Tokens computed per step.", TOKEN_BUCKETS),
     ("batch_sequences", "Sequences in a step.", TOKEN_BUCKETS[:11]),
     ("batch_prompt_tokens", "Prompt tokens in a step.", (0, *TOKEN_BUCKETS)),
-    ("step_seconds", "A step: all of its parts.", SHORT_BUCKETS),
-    ("step_schedule_seconds", "The schedule part of a step.", SHORT_BUCKETS),
-    ("step_execute_seconds", "The execute part of a step.", SHORT_BUCKETS),
-    ("step_update_seconds", "The update part of a step.", SHORT_BUCKETS),
+    ("step_seconds", "A step of the engine thread: schedule, execute, update.", STEP_BUCKETS),
+    ("step_schedule_seconds", "Part of a step: deciding what to compute.", STEP_BUCKETS),
+    ("step_execute_seconds", "Part of a step: computing it, forward and sampling included.", STEP_BUCKETS),
+    ("step_forward_seconds", "Part of execute: the model.", STEP_BUCKETS),
+    ("step_sampling_seconds", "Part of execute: choosing tokens.", STEP_BUCKETS),
+    ("step_update_seconds", "Part of a step: taking its tokens in.", STEP_BUCKETS),
+    ("step_hand_over_seconds", "After a step: until its tokens are written to their clients.", STEP_BUCKETS),
     ("grammar_compile_seconds", "Asking for a grammar to having it compiled.", LONG_BUCKETS),
     ("event_loop_lag_seconds", "How late the event loop ran a timer.", SHORT_BUCKETS),
 )

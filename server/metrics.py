@@ -126,6 +126,12 @@ class Metrics(Collector):
         shown["step_schedule_seconds"].observe(step.schedule_s)
         shown["step_execute_seconds"].observe(step.execute_s)
         shown["step_update_seconds"].observe(step.update_s)
+        if step.forward_s is not None:
+            shown["step_forward_seconds"].observe(step.forward_s)
+        if step.sampling_s is not None:
+            shown["step_sampling_seconds"].observe(step.sampling_s)
+        if step.handed_s is not None:  # this listener comes after the streams
+            shown["step_hand_over_seconds"].observe(time.monotonic() - step.handed_s)
 
     def _observe_finished(self, request: RequestStats) -> None:
         if request.scheduled_s is None:

@@ -93,6 +93,19 @@ async def test_token_counters_rise_by_what_usage_says(server: ServerProcess) -> 
         assert after - before == answer.json()["usage"]["completion_tokens"]
 
 
+def test_a_step_tells_its_parts(http: httpx.Client) -> None:
+    """Forward and sampling are parts of execute, which is part of the step."""
+    http.post("/v1/completions", json={"prompt": "One two three", "max_tokens": 8}).raise_for_status()
+    text = http.get("/metrics").text
+    sums = dict(re.findall(r"^pagemill_step_(?:(\w+)_)?seconds_sum (\S+)$", text, re.MULTILINE))
+    counts = dict(re.findall(r"^pagemill_step_(?:(\w+)_)?seconds_count (\S+)$", text, re.MULTILINE))
+    seconds = {name: float(value) for name, value in sums.items()}
+    assert set(seconds) == {"", "schedule", "execute", "forward", "sampling", "update", "hand_over"}
+    assert min(seconds.values()) > 0
+    assert seconds["forward"] + seconds["sampling"] < seconds["execute"] < seconds[""]
+    assert counts["forward"] == counts["execute"] == counts["hand_over"]
+
+
 async def test_version_and_models_tell_what_is_served(server: ServerProcess) -> None:
     async with client_of(server) as client:
         facts = (await client.get("/version")).json()

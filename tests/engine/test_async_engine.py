@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,6 +234,37 @@ async def test_the_pool_is_known_before_the_first_step() -> None:
     assert told[0].step is not None
     assert told[0].step.cache.num_blocks > 0
     assert told[0].step.num_scheduled_seqs == 0
+
+
+class Device(Runner):
+    """Runs on after `launch`, and tells at the end how long it took."""
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        output = super().launch(batch).result()
+        return SimpleNamespace(result=lambda: replace(output, forward_s=0.25, sampling_s=0.125))
+
+
+async def test_the_parts_of_a_step_come_with_its_delivery() -> None:
+    def load(config: EngineConfig) -> Any:
+        loaded = parts(config)
+        loaded.runner = Device(16)
+        return loaded
+
+    engine = AsyncEngine(EngineConfig(), load)
+    told: list[Delivery] = []
+    engine.add_listener(told.append)
+    await engine.start()
+    await read(engine.generate([[5]], PARAMS))
+    await settled(engine)
+    await engine.stop()
+    steps = [delivery.step for delivery in told if delivery.step is not None and delivery.step.num_scheduled_seqs]
+    assert len(steps) == 4
+    for step in steps:
+        assert (step.forward_s, step.sampling_s) == (0.25, 0.125)
+        assert step.handed_s is not None
+        assert step.handed_s <= time.monotonic()
+    assert told[0].step is not None
+    assert told[0].step.handed_s is None, "gauges alone are no step"
 
 
 async def test_a_load_that_fails_says_why() -> None:

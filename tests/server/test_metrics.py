@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,7 @@ live_slot_utilization_min copy_on_write_total block_copies_total block_evictions
 client_disconnects_total slow_clients_total event_loop_lag_seconds_bucket step_schedule_seconds_bucket
 step_execute_seconds_bucket step_update_seconds_bucket step_seconds_bucket batch_sequences_bucket
 batch_prompt_tokens_bucket request_prompt_tokens_bucket request_generation_tokens_bucket
+step_forward_seconds_bucket step_sampling_seconds_bucket step_hand_over_seconds_bucket
 request_inference_time_seconds_bucket request_num_preemptions_bucket"""
 
 
@@ -133,11 +135,29 @@ def test_the_shape_and_the_time_of_a_step() -> None:
     assert value(metrics, "step_seconds_sum") == pytest.approx(0.033)
 
 
+def test_the_parts_of_a_step_are_told_as_far_as_the_runner_tells_them() -> None:
+    metrics = Metrics()
+    metrics.observe_delivery(Delivery(step=StepStats(1, 3, 0, 3, 40, 2, execute_s=0.02)))
+    for part in ("forward", "sampling", "hand_over"):
+        assert value(metrics, f"step_{part}_seconds_count") == 0
+    told = StepStats(
+        2, 3, 0, 3, 0, 3, execute_s=0.02, forward_s=0.0145, sampling_s=0.0024, handed_s=time.monotonic() - 0.5
+    )  # fmt: skip
+    metrics.observe_delivery(Delivery(step=told))
+    assert value(metrics, "step_forward_seconds_sum") == pytest.approx(0.0145)
+    assert value(metrics, "step_sampling_seconds_sum") == pytest.approx(0.0024)
+    assert value(metrics, "step_hand_over_seconds_sum") >= 0.5
+    for bound, part in (("0.003", "sampling"), ("0.015", "forward")):
+        assert value(metrics, f"step_{part}_seconds_bucket", bound) == 1
+    for bound, part in (("0.002", "sampling"), ("0.01", "forward")):
+        assert value(metrics, f"step_{part}_seconds_bucket", bound) == 0, "buckets tell milliseconds"
+
+
 def test_what_each_key_has_used_and_nothing_of_others() -> None:
     metrics = Metrics()
     assert not [name for name, _ in samples(metrics) if "client_" in name and "disconnects" not in name]
     ring = load_keys(["a", "b"], None)
-    metrics.watch_clients(ring.accounts)
+    metrics.watch_clients(lambda: ring.accounts)
     account = ring.find([b"b"])
     assert account is not None
     account.enter(0.0)
