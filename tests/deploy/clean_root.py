@@ -137,7 +137,7 @@ def debian_base(suite: str, packages: Sequence[str]) -> Root:
         script = TOOLS / "debs/debootstrap/usr/sbin/debootstrap"
         words = [str(script), "--variant=minbase", "--include=" + ",".join(packages), suite, str(making), _mirror()]
         env = {**os.environ, "DEBOOTSTRAP_DIR": str(script.parents[1] / "share/debootstrap"), "PATH": PATH}
-        done = subprocess.run(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900)
         assert done.returncode == 0, f"debootstrap failed:\n{done.stdout[-3000:]}"
         # as the official images: no downloaded packages, no lists
         for folder in ("var/cache/apt/archives", "var/lib/apt/lists"):
