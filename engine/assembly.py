@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -21,7 +20,9 @@ from engine.kv.cache import KVCache, bytes_per_token, num_blocks_for
 from engine.kv.manager import KVCacheManager
 from engine.models.backbone import Backbone
 from engine.models.loader import LoadedModel, load_model
+from engine.models.stopwatch import Stopwatch
 from engine.outputs import ModelInfo
+from engine.progress import Progress
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.structured import GrammarStore
@@ -55,10 +56,11 @@ class Plan:
         return info.num_blocks // -(-length // info.block_size)
 
 
-def load_engine(config: EngineConfig) -> EngineParts:
-    """Load, size the pool, build and warm up. Raises StartError with one sentence."""
+def load_engine(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+    """Load, size the pool, build and warm up; `progress` is told how far it is. Raises StartError with one
+    sentence."""
     try:
-        return _load_engine(config)
+        return _load_engine(config, Stopwatch(progress))
     except MemoryError as error:
         raise StartError("There is too little memory to load this model.") from error
     except RuntimeError as error:  # torch's allocator
@@ -67,10 +69,10 @@ def load_engine(config: EngineConfig) -> EngineParts:
         raise
 
 
-def _load_engine(config: EngineConfig) -> EngineParts:
+def _load_engine(config: EngineConfig, watch: Stopwatch) -> EngineParts:
     torch.set_num_threads(config.device.compute_threads())
     _select_isa(config.device.cpu_isa)
-    model = load_model(config.model, config.device, backend=NativeAttention())
+    model = load_model(config.model, config.device, backend=NativeAttention(), watch=watch)
     backbone = model.backbone
     max_model_len = _wanted_model_len(config, model)
     wanted = config.scheduler.max_num_seqs * max_model_len
@@ -80,8 +82,8 @@ def _load_engine(config: EngineConfig) -> EngineParts:
     block_size = config.cache.block_size
     max_model_len = _cap_to_pool(max_model_len, num_blocks * block_size)
 
-    started = time.monotonic()
-    kv_cache = KVCache(backbone.layers, num_blocks, block_size, backbone.dtype)
+    with watch.phase("kv_pool"):
+        kv_cache = KVCache(backbone.layers, num_blocks, block_size, backbone.dtype)
     vocab_size = min(backbone.vocab_size, model.tokenizer.vocab_size)
     eos_token_ids = _within(model.eos_token_ids, vocab_size)
     grammars = GrammarStore(model.tokenizer, vocab_size, eos_token_ids, config.structured)
@@ -93,9 +95,9 @@ def _load_engine(config: EngineConfig) -> EngineParts:
         vocab_size=vocab_size,
         grammars=grammars,
     )
-    runner.warm_up(config.scheduler.max_num_batched_tokens)
-    seconds = {**model.load_seconds, "warm_up": time.monotonic() - started}
-    info = _describe(config, model, max_model_len, vocab_size, eos_token_ids, num_blocks, seconds)
+    with watch.phase("warm_up"):
+        runner.warm_up(config.scheduler.max_num_batched_tokens)
+    info = _describe(config, model, max_model_len, vocab_size, eos_token_ids, num_blocks, watch.seconds)
     return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info, grammars)
 
 

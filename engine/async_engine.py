@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
@@ -30,6 +31,7 @@ from engine.outputs import (
     RequestTimedOut,
     SequenceOutput,
 )
+from engine.progress import Progress
 from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams, StructuredOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
@@ -56,9 +58,11 @@ class _Known:
 class AsyncEngine:
     """One model, one engine thread. Life: start -> generate... -> drain -> stop."""
 
-    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] = load_engine) -> None:
+    def __init__(self, config: EngineConfig, load: Callable[[EngineConfig], EngineParts] | None = None) -> None:
+        """load: makes the parts, in the engine thread; None: `load_engine`."""
         self.config = config
-        self._load = load
+        self.progress = Progress()
+        self._load = load or partial(load_engine, progress=self.progress)
         self._phase = Phase.STARTING
         self._known: _Known | None = None
         self._streams: dict[int, GenerationStream] = {}

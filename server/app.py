@@ -20,6 +20,7 @@ from server.metrics import Metrics
 from server.metrics_vllm import VllmNames
 from server.middleware import BodyLimit, PhaseGate, RequestContext
 from server.protocol import errors
+from server.reload import Reloader
 from server.routes import (
     admin,
     chat,
@@ -38,8 +39,10 @@ from server.routes.admin import ADMIN_PATHS
 from server.routes.dashboard import EVENTS_PATH, PAGE_PATHS
 from server.routes.health import OPERATOR_PATHS, package_version
 from server.settings import Settings
+from server.tracing import Tracing
 
 OPEN_PATHS = ("/health",)  # what a supervisor asks, who has no key
+QUIET_PATHS = (*OPERATOR_PATHS, *PAGE_PATHS, EVENTS_PATH)  # asked every few seconds, or open for hours: not traced
 
 ROUTERS: tuple[APIRouter, ...] = (
     health.router,
@@ -58,31 +61,36 @@ ROUTERS: tuple[APIRouter, ...] = (
 
 
 def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | None = None) -> FastAPI:
-    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics`, `routes` and `end`; the engine may be in any
-    phase. end: begins the end of the process, as SIGTERM does; None: the app ends by other means.
+    """The ASGI app. `app.state` holds `settings`, `engine`, `metrics`, `routes`, `reloader`, `tracing` and `end`; the
+    engine may be in any phase. end: begins the end of the process, as SIGTERM does; None: the app ends by other means.
 
-    Raises StartError for a key file that cannot be used."""
+    Raises StartError for a key file that cannot be used, and for traces without the extra that sends them."""
     ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
+    reloader = Reloader(settings, ring)
     metrics = Metrics()
     metrics.watch(lambda: engine.phase)
-    metrics.watch_clients(ring.accounts)
+    metrics.watch_clients(lambda: ring.accounts)
     if settings.metrics_compat == "vllm":
         metrics.registry.register(VllmNames(metrics, settings.served_model_name))
     engine.add_listener(metrics.observe_delivery)
+    version, endpoint = package_version("pagemill"), settings.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing(endpoint, version, QUIET_PATHS)
     app = FastAPI(
         title="Pagemill",
-        version=package_version("pagemill"),
+        version=version,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        middleware=_middleware(settings, engine, metrics, ring),
+        middleware=_middleware(settings, engine, metrics, ring, tracing),
     )
     app.state.settings = settings
     app.state.engine = engine
     app.state.metrics = metrics
     app.state.has_keys = bool(ring)
+    app.state.reloader = reloader
     app.state.end = end or (lambda: None)
+    app.state.tracing = tracing
     routers = [router for router in ROUTERS if settings.status_page or router is not dashboard.router]
     if settings.status_page:
         app.state.feed = Feed(engine, metrics, settings.served_model_name)
@@ -93,12 +101,14 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     return app
 
 
-def _middleware(settings: Settings, engine: Engine, metrics: Metrics, ring: KeyRing) -> list[Middleware]:
+def _middleware(
+    settings: Settings, engine: Engine, metrics: Metrics, ring: KeyRing, tracing: Tracing | None
+) -> list[Middleware]:
     """Outermost first."""
     open_paths = OPEN_PATHS if settings.metrics_auth else (*OPEN_PATHS, "/metrics")
     page_paths = PAGE_PATHS if settings.status_page else ()
     any_phase = (*OPERATOR_PATHS, *ADMIN_PATHS, *page_paths, EVENTS_PATH)
-    stack = [Middleware(RequestContext, metrics=metrics)]
+    stack = [Middleware(RequestContext, metrics=metrics, tracing=tracing)]
     if settings.cors_origins:
         stack.append(
             Middleware(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.outputs import Delivery, ModelInfo, Phase, SequenceOutput
+from engine.progress import Progress
 from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.terms import NO_TERMS, Terms
 from engine.tokenizer import Tokenizer
@@ -43,6 +44,10 @@ class Engine(Protocol):
     @property
     def hung(self) -> bool:
         """True while a step takes longer than the configured limit."""
+
+    @property
+    def progress(self) -> Progress:
+        """Of the start."""
 
     @property
     def model_info(self) -> ModelInfo:

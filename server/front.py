@@ -135,6 +135,7 @@ class Front:
         observer = Observer.of(request, self.metrics)
         await self._compile_all(params.structured, forms, request)
         stops = await _stop_strings(params.stop)
+        asked_s = time.monotonic()
         stream = self.engine.generate(
             prompts,
             params,
@@ -142,6 +143,7 @@ class Front:
             label=_name_exchange(request.scope.get("state", {}), id),
             terms=terms_of(request, body, self.settings),
         )
+        observer.admitted(request, body.model or self.model_names[0], params, id, asked_s)
         lengths = [len(prompt) for prompt in prompts]
         return Answer(
             stream, self.tokenizer, params, lengths, observer=observer, stops=stops, new_stop_gate=new_stop_gate,

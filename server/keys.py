@@ -76,7 +76,8 @@ class Client:
 
 
 class Account:
-    """What a client uses now. reserved: its share of the waiting queue that others cannot take, 0 to 1."""
+    """What a client uses now. reserved: its share of the waiting queue that others cannot take, 0 to 1. A new key file
+    may change both; what is in hand stays."""
 
     def __init__(self, client: Client, reserved: float) -> None:
         self.client = client
@@ -86,6 +87,12 @@ class Account:
         self.num_tokens_total = 0
         self._tokens = float(client.tokens_per_minute or 0)
         self._counted_s: float | None = None  # when that many were left
+
+    def become(self, client: Client, reserved: float) -> None:
+        """The same holder by other terms: a new limit of tokens starts full, what is being answered still counts."""
+        if client.tokens_per_minute != self.client.tokens_per_minute:
+            self._tokens, self._counted_s = float(client.tokens_per_minute or 0), None
+        self.client, self.reserved = client, reserved
 
     def enter(self, now: float) -> None:
         """A request begins; `leave` must follow. now: time.monotonic(). Raises ApiError 429."""
@@ -121,11 +128,20 @@ class KeyRing:
 
     def __init__(self, clients: Sequence[Client]) -> None:
         """Raises StartError for a key that two clients have."""
-        total = sum(client.weight for client in clients)
-        self.accounts = tuple(Account(client, client.weight / total) for client in clients)
-        self._digests = [(digest, account) for account in self.accounts for digest in account.client.digests]
-        if len({digest for digest, _ in self._digests}) < len(self._digests):
+        self.accounts: tuple[Account, ...] = ()
+        self._digests: list[tuple[bytes, Account]] = []
+        self.replace(clients)
+
+    def replace(self, clients: Sequence[Client]) -> None:
+        """From now on these are the clients, all at once. One that was here under the same name keeps its account;
+        requests of one that is gone are answered. Raises StartError as above: nothing has changed then."""
+        digests = [digest for client in clients for digest in client.digests]
+        if len(set(digests)) < len(digests):
             raise StartError("Two API keys are the same.")
+        known = {account.client.name: account for account in self.accounts}
+        total = sum(client.weight for client in clients)
+        self.accounts = tuple(_account(client, client.weight / total, known.get(client.name)) for client in clients)
+        self._digests = [(digest, account) for account in self.accounts for digest in account.client.digests]
 
     def __bool__(self) -> bool:
         return bool(self.accounts)
@@ -141,7 +157,19 @@ class KeyRing:
         return found
 
 
+def _account(client: Client, reserved: float, known: Account | None) -> Account:
+    if known is None:
+        return Account(client, reserved)
+    known.become(client, reserved)
+    return known
+
+
 def load_keys(keys: Sequence[str], file: str | None) -> KeyRing:
+    """As `read_clients`, on a ring."""
+    return KeyRing(read_clients(keys, file))
+
+
+def read_clients(keys: Sequence[str], file: str | None) -> list[Client]:
     """keys: whole ones; file: the path of a key file. Raises StartError with one sentence."""
     scopes: frozenset[Scope] = frozenset({"inference", "metrics"})
     clients = [
@@ -154,7 +182,7 @@ def load_keys(keys: Sequence[str], file: str | None) -> KeyRing:
     for name in names:
         if names.count(name) > 1:
             raise StartError(f"--api-key-file {file}: the name {name} is taken by an --api-key.")
-    return KeyRing(clients)
+    return clients
 
 
 def _read(path: Path) -> list[Client]:

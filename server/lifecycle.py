@@ -2,7 +2,8 @@
 
 First SIGTERM or SIGINT: new work gets 503 and `Connection: close`, what is in flight finishes within the grace
 period, the rest ends with an error event, then the listener closes; exit code 0. A second signal ends the process at
-once. The engine's death answers what is in flight and ends with exit code 1, so that a supervisor restarts it.
+once. SIGHUP reads key file and certificate again, where there are any. The engine's death answers what is in flight
+and ends with exit code 1, so that a supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -34,6 +34,8 @@ from server.connections import Connection, ConnectionLimits, ServerConfig, check
 from server.engine_port import Engine
 from server.front import front_for
 from server.metrics import Metrics
+from server.progress import shown
+from server.reload import Reloader, certificate_of
 from server.settings import Settings
 
 logger = logging.getLogger("pagemill.server")
@@ -86,15 +88,19 @@ class Lifecycle:
         """Raises StartError if the model cannot be loaded."""
         app = create_app(self._settings, self._engine, end=self._ending.set)
         metrics: Metrics = app.state.metrics
-        server = Server(self._server_config(app, metrics))
-        self._catch_signals()
+        config = self._server_config(app, metrics)
+        server = Server(config)
+        self._catch_signals(app.state.reloader)
         imported_s = time.monotonic()
+        config.load()
+        app.state.reloader.serve_with(config.ssl)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         loading = asyncio.create_task(self._engine.start())
         watching = asyncio.create_task(self._watch(server, metrics))
         ending = asyncio.create_task(self._ending.wait())
         try:
-            await asyncio.wait({loading, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
+            with shown(self._engine.progress, self._settings):
+                await asyncio.wait({loading, ending, serving}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
                 front_for(app)
@@ -107,6 +113,8 @@ class Lifecycle:
                 task.cancel()
             server.should_exit = True
             await serving
+            if (tracing := app.state.tracing) is not None:
+                tracing.close()  # holds up nobody: the last answer is out
         return self._exit_code
 
     async def _serve_until_end(self, serving: asyncio.Task[None]) -> None:
@@ -144,10 +152,12 @@ class Lifecycle:
                 if hung and not was_hung:
                     logger.error("a step takes longer than --step-timeout; /health says hung")
 
-    def _catch_signals(self) -> None:
+    def _catch_signals(self, reloader: Reloader) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        if reloader.has_files:  # else a terminal that closes ends the server, as it ends any program
+            loop.add_signal_handler(signal.SIGHUP, _reload, reloader)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._signalled_s is not None:
@@ -211,6 +221,11 @@ class Lifecycle:
         return {name: round(seconds, 2) for name, seconds in parts.items()}
 
 
+def _reload(reloader: Reloader) -> None:
+    with contextlib.suppress(StartError):  # the log has it
+        reloader.reload()
+
+
 def _model_facts(info: ModelInfo) -> dict[str, object]:
     return {
         "name": info.name,
@@ -265,17 +280,7 @@ def check_tls(settings: Settings) -> None:
         if settings.tls_key is not None:
             raise StartError("--tls-key needs --tls-cert.")
         return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:  # a password that is asked for at the terminal would hold up the start
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
-    except ssl.SSLError as error:
-        reason = (error.reason or "it is no PEM file").lower().replace("_", " ")
-    except OSError as error:
-        reason = (error.strerror or "it cannot be read").lower()
-    else:
-        return
-    files = settings.tls_cert if settings.tls_key is None else f"{settings.tls_cert} and {settings.tls_key}"
-    raise StartError(f"Cannot use {files} for TLS: {reason}.")
+    certificate_of(settings)
 
 
 def allow_files(num_connections: int) -> None:

@@ -88,7 +88,7 @@ class Metrics(Collector):
         self._loop_lag_max_s = 0.0
         self._in_flight = 0
         self._grammar_hits = self._grammar_failures = 0
-        self._accounts: Sequence[Account] = ()
+        self._accounts: Callable[[], Sequence[Account]] = tuple
         self.histograms = {name: Histogram(buckets) for name, _, buckets in HISTOGRAMS}
 
     # -- the engine's side --------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ class Metrics(Collector):
         """Show the engine's phase in the `engine_phase` gauge."""
         self._phase = phase
 
-    def watch_clients(self, accounts: Sequence[Account]) -> None:
-        """Show what each API key has used."""
+    def watch_clients(self, accounts: Callable[[], Sequence[Account]]) -> None:
+        """Show what each API key has used, of those that there are when somebody asks."""
         self._accounts = accounts
 
     def model_loaded(self, info: ModelInfo) -> None:
@@ -280,12 +280,13 @@ class Metrics(Collector):
 
     def _clients(self) -> Iterator[Metric]:
         """One series per client of the key file, and of --api-key: the operator's list, not the clients'."""
-        if not self._accounts:
+        accounts = self._accounts()
+        if not accounts:
             return
         requests = CounterMetricFamily(PREFIX + "client_requests", "Requests let in, by API key.", labels=["client"])
         tokens = CounterMetricFamily(PREFIX + "client_tokens", "Tokens of answers, by API key.", labels=["client"])
         in_hand = GaugeMetricFamily(PREFIX + "client_in_flight", "Requests being answered.", labels=["client"])
-        for account in self._accounts:
+        for account in accounts:
             label = [account.client.name]
             requests.add_metric(label, account.num_requests_total)
             tokens.add_metric(label, account.num_tokens_total)

@@ -28,6 +28,7 @@ from server.logs import REQUEST_LOGGER, clean
 from server.metrics import Metrics
 from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
 from server.protocol.message_errors import speaks_messages
+from server.tracing import Tracing
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
@@ -95,11 +96,13 @@ async def answer(error: ApiError, scope: Scope, incoming: Incoming, send: Send) 
 
 class RequestContext:
     """Gives each request `state.request_id`, `state.arrival` (time.monotonic) and `state.log`, a dictionary that
-    routes fill with facts (never with text) for the one line that is logged when the answer ends."""
+    routes fill with facts (never with text) for the one line that is logged when the answer ends. And `state.trace`,
+    where requests are traced and this one is."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self.app = app
         self.metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,6 +124,9 @@ class RequestContext:
             shortcut=state.get(SHORTCUT),
         )
         state["exchange"] = exchange
+        if self._tracing is not None and (trace := self._tracing.begin(scope, arrival)) is not None:
+            state["trace"] = trace
+            facts["trace"] = trace.id
         self.metrics.http_started()
         try:
             await self.app(scope, receive, exchange.send)
@@ -138,6 +144,8 @@ class RequestContext:
 
     def _report(self, scope: Scope, exchange: Exchange, seconds: float, facts: dict[str, object]) -> None:
         status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
+        if (trace := scope["state"].get("trace")) is not None:
+            trace.finish(scope, status, is_complete=exchange.complete)
         probe = scope["path"] in ("/health", "/metrics")  # asked every few seconds by machines
         if status >= 400 and not (probe and status == 503):  # "not yet" is what a probe asks for
             route = getattr(scope.get("route"), "path", "")

@@ -1,5 +1,5 @@
-"""What one HTTP request tells the metrics, its log line and its client's account: first tokens, gaps, ends and usage,
-as the assembler counts them."""
+"""What one HTTP request tells the metrics, its log line, its trace and its client's account: first tokens, gaps, ends
+and usage, as the assembler counts them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,45 @@ from typing import Any
 
 from starlette.requests import Request
 
+from engine.sampling_params import SamplingParams
 from server.keys import Account
 from server.metrics import Metrics
+from server.tracing import Trace
 
 
 class Observer:
     """One request's. arrival_s: time.monotonic of its arrival; log: facts for its log line."""
 
-    __slots__ = ("_account", "_arrival_s", "_first_s", "_last_s", "_log", "_metrics", "_reasons")
+    __slots__ = ("_account", "_arrival_s", "_first_s", "_last_s", "_log", "_metrics", "_reasons", "_trace")
 
     def __init__(
-        self, metrics: Metrics, arrival_s: float, log: dict[str, Any], account: Account | None = None
+        self,
+        metrics: Metrics,
+        arrival_s: float,
+        log: dict[str, Any],
+        account: Account | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._log = log
         self._account = account
+        self._trace = trace
         self._first_s: float | None = None  # the first token of any choice
         self._last_s: dict[int, float] = {}  # choice index -> its latest tokens
-        self._reasons: list[str] = []
+        self._reasons: dict[int, str] = {}  # choice index -> why it ended
 
     @staticmethod
     def of(request: Request, metrics: Metrics) -> Observer:
         state = request.scope.get("state", {})
-        return Observer(
-            metrics, state.get("arrival", time.monotonic()), state.get("log", {}), state.get("account")
-        )  # fmt: skip
+        arrival_s = state.get("arrival", time.monotonic())
+        return Observer(metrics, arrival_s, state.get("log", {}), state.get("account"), state.get("trace"))
+
+    def admitted(self, request: Request, model: str, params: SamplingParams, response_id: str, asked_s: float) -> None:
+        """The engine has taken it, asked at `asked_s`: `ended` will follow. model: as the answer names it."""
+        if self._trace is not None:
+            route = getattr(request.scope.get("route"), "path", "")
+            self._trace.admitted(route, model, params, response_id, asked_s)
 
     def took(self, index: int, num_accepted: int, num_discarded: int, finish_reason: str | None) -> None:
         """One delivery to choice `index`."""
@@ -50,7 +63,7 @@ class Observer:
         if num_discarded:
             self._metrics.discarded(num_discarded)
         if finish_reason is not None:
-            self._reasons.append(finish_reason)
+            self._reasons[index] = finish_reason
             self._metrics.request_done(finish_reason, now - self._arrival_s)
 
     def ended(
@@ -67,8 +80,8 @@ class Observer:
         because the client left. scheduled_s: when the first of it got a row."""
         now = time.monotonic()
         reason = "error" if failed else "abort"
+        reasons = [self._reasons[index] for index in sorted(self._reasons)] + [reason] * num_unfinished
         for _ in range(num_unfinished):
-            self._reasons.append(reason)
             self._metrics.request_done(reason, now - self._arrival_s)
         self._metrics.usage(num_prompt_tokens, num_completion_tokens, num_cached_tokens)
         if self._account is not None:
@@ -78,8 +91,19 @@ class Observer:
             "completion_tokens": num_completion_tokens,
             "cached_tokens": num_cached_tokens,
             **self._times(scheduled_s),
-            "finish": ",".join(sorted(set(self._reasons))),
+            "finish": ",".join(sorted(set(reasons))),
         }
+        if self._trace is not None:
+            self._trace.generated(
+                num_prompt_tokens,
+                num_completion_tokens,
+                num_cached_tokens,
+                reasons,
+                scheduled_s=scheduled_s,
+                first_s=self._first_s,
+                last_s=max(self._last_s.values(), default=None),
+                failed=failed,
+            )
 
     def _times(self, scheduled_s: float | None) -> dict[str, float]:
         """In milliseconds, as far as it came: arrival to first row, to first token, to last token."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -76,6 +77,13 @@ Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 def _not_blank(text: str) -> str:
     if not text.strip():  # from an unset variable; the system would take it for every interface
         raise ValueError("must not be empty")
+    return text
+
+
+def _web_address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be an address such as http://127.0.0.1:4318")
     return text
 
 
@@ -177,6 +185,9 @@ class Settings(BaseSettings):
     )
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", "Show on /metrics also what another server has too, under its names."
+    )
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_web_address)] | None = _setting(
+        None, "Collector of OpenTelemetry traces (OTLP over HTTP), http://HOST:4318; needs the extra otel."
     )
     log_level: LogLevel = _setting("info", "Least severe line that is logged.")
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")

@@ -32,6 +32,7 @@ from server.metrics import Metrics
 from server.middleware import Exchange
 from server.protocol.answers import AnswerWriter
 from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
+from server.tracing import Trace
 
 logger = logging.getLogger("pagemill.server")
 
@@ -128,7 +129,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
-        self._exchange: Exchange | None = scope.get("state", {}).get("exchange")
+        state = scope.get("state", {})
+        self._exchange: Exchange | None = state.get("exchange")
+        self._trace: Trace | None = state.get("trace")
         self._last_write = time.monotonic()
         try:
             async with asyncio.timeout(None) as deadline:
@@ -215,6 +218,8 @@ class EventStream(Response):
         trace = None if isinstance(error, EngineError) else error
         logger.log(_level(told), "stream %s failed: %s", self._writer.id, error, exc_info=trace)
         self._metrics.error(told.status, request_id=self._writer.id)
+        if self._trace is not None:
+            self._trace.failed_with(told.status)
         return told
 
     async def _attend(self, receive: Receive, deadline: asyncio.Timeout) -> None:

@@ -50,7 +50,8 @@ def first_load(
         if weights.is_dummy:
             fill_dummy(tree, config.seed)
         else:
-            assign_weights(tree, weights.tensors(dtype), dtype)
+            read = watch.counted(weights.tensors(dtype), weights.num_parameters * dtype.itemsize)
+            assign_weights(tree, read, dtype)
     if kept is None and config.self_check != "never":
         backbone, kept = _checked(tree, hf_config, backend, max_position, watch)
     else:

@@ -31,8 +31,10 @@ def from_recipe(
     watch: Stopwatch,
 ) -> Backbone:
     """weights: where quantised tensors come from; tensors: all others, by transformers' names. Raises StartError."""
-    named = tensors if recipe.experts is None else ExpertTensors(tensors)
-    quantiser = None if quantization == "none" else Quantiser(quantization, weights, named)
     with watch.phase("pack"):
+        if quantization == "none":  # else many come from elsewhere
+            tensors = watch.looked_up(tensors, sum(tensor.nbytes for tensor in tensors.values()))
+        named = tensors if recipe.experts is None else ExpertTensors(tensors)
+        quantiser = None if quantization == "none" else Quantiser(quantization, weights, named)
         model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser)
     return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)

@@ -8,6 +8,7 @@ it. Importing the modelling code takes longer than everything else together, so 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +48,17 @@ class LoadedModel:
     load_seconds: dict[str, float]
 
 
-def load_model(config: ModelConfig, device: DeviceConfig, *, backend: AttentionBackend) -> LoadedModel:
-    """Load `config.model`. The ISA level and the thread count are set before; `device` is for the record.
+def load_model(
+    config: ModelConfig, device: DeviceConfig, *, backend: AttentionBackend, watch: Stopwatch | None = None
+) -> LoadedModel:
+    """Load `config.model`. The ISA level and the thread count are set before; `device` is for the record. watch: takes
+    the time of each phase.
 
     Raises StartError with one sentence for whatever is missing, unreadable or refused."""
-    watch = Stopwatch()
-    with watch.phase("open"):
+    watch = watch or Stopwatch()
+    with watch.phase("find"):
         source = resolve_source(config.model, load_format=config.load_format)
+    with watch.phase("open"):
         weights = open_weights(source, cache_dir=config.cache_dir, load_format=config.load_format)
         dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa()))
     backbone, max_position = _load_backbone(config, weights, dtype, backend, watch)
@@ -97,7 +102,11 @@ def _load_backbone(
         quantiser = Quantiser(config.quantization, weights, {})
         _check_room(served_bytes(kept.recipe, weights.shapes, quantiser, dtype))
         with watch.phase("weights"):
-            tensors = dict(weights.tensors(dtype)) if config.quantization == "none" else weights.some_tensors(dtype)
+            if config.quantization == "none":
+                read = watch.counted(weights.tensors(dtype), weights.num_parameters * dtype.itemsize)
+                tensors: Mapping[str, torch.Tensor] = dict(read)
+            else:
+                tensors = weights.some_tensors(dtype)
         backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
         return backbone, kept.max_position
     why = "" if config.quantization == "none" else " before they are quantised, as a model's first start reads them"

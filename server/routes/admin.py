@@ -8,16 +8,18 @@ from typing import Any, get_args
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from engine.config import StartError
 from server.engine_port import Engine
 from server.keys import Account
 from server.logs import LogLevel, level_of, set_level
 from server.protocol.errors import ApiError, InvalidRequest
+from server.reload import Reloader
 
 logger = logging.getLogger("pagemill.server")
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
-ADMIN_PATHS = ("/admin/drain", "/admin/log_level")  # of use in every phase of the engine
+ADMIN_PATHS = ("/admin/drain", "/admin/reload", "/admin/log_level")  # of use in every phase of the engine
 LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 
@@ -27,6 +29,18 @@ async def drain(request: Request) -> Response:
     _audit(request, "drain")
     request.app.state.end()
     return _json({"status": "draining"}, 202)
+
+
+@router.post("/reload")
+async def reload(request: Request) -> Response:
+    """Reads key file and certificate again, as SIGHUP does. 409 if one of them cannot be used: the old ones stay."""
+    _audit(request, "reload")
+    reloader: Reloader = request.app.state.reloader
+    try:
+        reloaded = reloader.reload()
+    except StartError as error:
+        raise ApiError(409, str(error), code="not_reloaded") from error
+    return _json({"status": "reloaded", **reloaded.facts()})
 
 
 @router.post("/reset_prefix_cache")

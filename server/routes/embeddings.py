@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -64,6 +65,7 @@ class _Job:
         self._terms = terms_of(request, body, front.settings)
         self._label = str(request.scope.get("state", {}).get("request_id", ""))
         self._observer = Observer.of(request, front.metrics)
+        self._observer.admitted(request, body.model or front.model_names[0], params, "", time.monotonic())
         self._vectors: list[bytes] = []
         self._streams: list[Generation] = []
         self._num_cached = 0

@@ -21,13 +21,16 @@ OPERATOR_PATHS = ("/health", "/metrics", "/version")
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when a request would be served; else 503 and why: starting, draining, dead or hung (a step that does not
-    end)."""
+    """200 when a request would be served; else 503 and why: starting (and with what), draining, dead or hung (a step
+    that does not end)."""
     engine: Engine = request.app.state.engine
     status = engine.phase.value
     if engine.phase is Phase.READY and engine.hung:
         status = "hung"
-    return _json({"status": status}, 200 if status == Phase.READY.value else 503)
+    facts: dict[str, object] = {"status": status}
+    if engine.phase is Phase.STARTING and (loading := engine.progress).phase:
+        facts |= {"loading": loading.phase, "share": None if loading.share is None else round(loading.share, 2)}
+    return _json(facts, 200 if status == Phase.READY.value else 503)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

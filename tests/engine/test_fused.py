@@ -221,7 +221,7 @@ def test_a_later_start_imports_no_transformers(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert "self_check" in outputs[0]
-    assert outputs[1].split() == ["['open',", "'pack',", "'tokenizer',", "'weights']", "False"]
+    assert outputs[1].split() == ["['find',", "'open',", "'pack',", "'tokenizer',", "'weights']", "False"]
 
 
 def test_both_starts_compute_the_same_bits(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
 from engine.models.loader import LoadedModel, load_model
 from engine.models.self_check import PagedRun
+from engine.models.stopwatch import Stopwatch
 from engine.models.tree import TreeModel
+from engine.progress import Progress
 from tests.engine.tiny_configs import CONFIGS, plain_logits, relative, tokens
 from tests.models import model_file
 from tests.tiny import VOCAB_SIZE, byte_tokenizer, tiny_folder
@@ -50,7 +52,8 @@ def test_a_folder_becomes_the_model_transformers_loads(folder: Path, cache: Path
     assert model.architecture == "Gemma3ForCausalLM"
     assert model.eos_token_ids == (2,)
     assert model.backbone.num_parameters == sum(t.numel() for t in load_file(folder / "model.safetensors").values())
-    assert {"open", "modelling_code", "build", "weights", "self_check", "pack", "tokenizer"} == set(model.load_seconds)
+    phases = {"find", "open", "modelling_code", "build", "weights", "self_check", "pack", "tokenizer"}
+    assert set(model.load_seconds) == phases
 
 
 def test_the_second_start_skips_the_self_check(folder: Path, cache: Path) -> None:
@@ -149,6 +152,29 @@ def test_experts_stored_one_by_one_are_fused(tmp_path: Path, cache: Path) -> Non
     later = load(tmp_path, cache)  # straight from the files, where every expert lies apart
     assert "modelling_code" not in later.load_seconds
     assert torch.equal(PagedRun(later.backbone).step([(0, ids)])[0], logits)
+
+
+class Seen(Progress):
+    """phases: each with how far it came, bytes of all there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[tuple[str, int, int]] = []
+
+    def enter(self, phase: str) -> None:
+        self.phases.append((self.phase, self.done, self.total))
+        super().enter(phase)
+
+
+def test_a_start_tells_how_far_it_is(tmp_path: Path) -> None:
+    config = ModelConfig(model=str(tiny_folder(tmp_path, "qwen3")), cache_dir=str(tmp_path / "cache"), dtype="float32")
+    for _ in range(2):
+        seen = Seen()
+        model = load_model(config, DeviceConfig(), backend=NativeAttention(), watch=Stopwatch(seen))
+        num_bytes = model.backbone.num_parameters * 4
+        assert ("weights", num_bytes, num_bytes) in seen.phases
+    assert ("pack", num_bytes, num_bytes) in seen.phases, "the second start goes straight to the fused decoder"
+    assert [phase for phase, _, _ in seen.phases] == ["", "find", "open", "weights", "pack"]
 
 
 def test_a_multimodal_checkpoint_gives_its_language_model(folder: Path, cache: Path) -> None:

@@ -29,6 +29,7 @@ from engine.outputs import (
     SequenceOutput,
     TokenLogprobs,
 )
+from engine.progress import Progress
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.stream import GenerationStream
 from engine.terms import NO_TERMS, Terms
@@ -114,6 +115,7 @@ class FakeEngine:
         self.pause_s = pause_s
         self.phase = Phase.READY
         self.hung = False
+        self.progress = Progress()
         self.refusal: Exception | None = None
         self.logprob_of: Callable[[int], float] = lambda choice: -0.5  # of a choice's tokens
         self.fail_after: int | None = None  # deliveries, then every sequence ends with an error

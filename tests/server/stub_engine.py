@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.config import StartError
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SequenceOutput
+from engine.progress import Progress
 from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.stats import CacheStats, Picture, RequestStats, SequenceView, StepStats
 from engine.stream import GenerationStream, Key
@@ -55,6 +56,7 @@ class StubEngine:
         self.start_error = start_error
         self.die_after_s = die_after_s
         self.hung = False
+        self.progress = Progress()
         self.phase = Phase.READY if ready else Phase.STARTING
         self.num_aborted = 0
         self.num_resets = 0
@@ -71,6 +73,9 @@ class StubEngine:
     # -- life
 
     async def start(self) -> None:
+        if self.load_s:
+            self.progress.enter("weights")
+            self.progress.done, self.progress.total = 1 << 30, 4 << 30
         await asyncio.sleep(self.load_s)
         if self.start_error:
             self.phase = Phase.DEAD

@@ -27,7 +27,7 @@ scopes = ["admin"]
 sha256 = "{one}"
 scopes = ["inference", "metrics"]
 """
-PATHS = ["/admin/drain", "/admin/reset_prefix_cache", "/admin/log_level"]
+PATHS = ["/admin/drain", "/admin/reload", "/admin/reset_prefix_cache", "/admin/log_level"]
 
 
 @pytest.fixture(autouse=True)
