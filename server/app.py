@@ -13,12 +13,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from server.auth import Auth, OriginGate, is_local
+from server.bodies import BodyLimit
 from server.dashboard.feed import Feed
 from server.engine_port import Engine
 from server.keys import KeyRing, load_keys
 from server.metrics import Metrics
 from server.metrics_vllm import VllmNames
-from server.middleware import BodyLimit, PhaseGate, RequestContext
+from server.middleware import PhaseGate, RequestContext
 from server.protocol import errors
 from server.reload import Reloader
 from server.routes import (
@@ -68,7 +69,7 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
     reloader = Reloader(settings, ring)
     metrics = Metrics()
-    metrics.watch(lambda: engine.phase)
+    metrics.watch(lambda: engine.phase, lambda: engine.hung)
     metrics.watch_clients(lambda: ring.accounts)
     if settings.metrics_compat == "vllm":
         metrics.registry.register(VllmNames(metrics, settings.served_model_name))
@@ -124,5 +125,5 @@ def _middleware(
         Middleware(OriginGate, allowed=settings.cors_origins, only_local=not ring and is_local(settings.host)),
         Middleware(Auth, ring=ring, open_paths=(*open_paths, *page_paths)),
         Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=any_phase),
-        Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.read_timeout),
+        Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.client_timeout),
     ]

@@ -29,6 +29,7 @@ from server.settings import (
     load,
     meta,
     set_thread_environment,
+    unknown_in_environment,
 )
 
 USAGE_ERROR = 2
@@ -87,6 +88,8 @@ def _serve(settings: Settings) -> int:
         from server import logs, preflight
 
         logs.configure(settings.log_level, settings.log_format)
+        for name in unknown_in_environment():
+            logging.getLogger("pagemill.server").warning("%s is no setting; docs/settings.md lists all", name)
         config = settings.engine_config()
         from server import lifecycle
 

@@ -5,12 +5,8 @@ Builds on uvicorn's httptools protocol, which has no such limits. Knows nothing 
 
 from __future__ import annotations
 
-import array
 import asyncio
-import fcntl
 import re
-import select
-import termios
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,9 +18,11 @@ from uvicorn.server import ServerState
 
 from server.metrics import Metrics
 from server.middleware import SHORTCUT, Exchange
-from server.protocol.errors import ApiError
+from server.protocol.errors import RATE_LIMITED, ApiError
+from server.transports import ChunkWriter, hung_up, unsent_by_kernel
 
 UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
+MAX_LINE = 64  # requests of one connection that wait for the one before them: each takes a hundred times its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,16 @@ class ServerConfig(Config):
         super().__init__(app, http=Connection, **options)
         self.limits = limits
         self.metrics = metrics
+        self.idle: dict[Connection, None] = {}  # have no request being answered; the longest first
 
 
 class Connection(HttpToolsProtocol):
     """One client connection.
 
-    - More than `max_connections`: closed at once.
+    - More than `max_connections`: the one that has had no request for the longest time is closed, or, if all have
+      one, the new one.
     - A request head that is too large or does not arrive in time: 431 or 408 and closed.
+    - More than MAX_LINE requests behind each other: 429 and closed, after the answers to those before.
     - What is no HTTP: 400 and closed, after the answers to all whole requests before it.
     - A client that lets `max_unread` bytes of a stream pile up, or takes nothing for `max_stall_s` while something
       waits for it: cut off and counted. For the route it has then left, so its request is aborted.
@@ -69,6 +70,7 @@ class Connection(HttpToolsProtocol):
         self._application = self.app
         self._limits = config.limits
         self._metrics = config.metrics
+        self._idle = config.idle
         self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request, which may wait in line
         self._reading: Literal["nothing", "head", "body"] = "nothing"
         self._bare_bytes = 0  # received since there last was a whole head or a piece of a body
@@ -84,13 +86,25 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=self._limits.max_unread)
-        if len(self.connections) > self._limits.max_connections:
+        if len(self.connections) > self._limits.max_connections and not self._make_room():
             transport.abort()
             return
+        self._idle[self] = None
         self._watch_head()
+
+    def _make_room(self) -> bool:
+        """Who holds connections without using them must not shut out the others."""
+        self._metrics.connection_closed_for_room()
+        longest = next(iter(self._idle), None)
+        if longest is None:
+            return False
+        del self._idle[longest]
+        longest.transport.abort()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()
+        self._idle.pop(self, None)
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -123,8 +137,13 @@ class Connection(HttpToolsProtocol):
         if size > self._limits.max_head:
             self._fault = self._too_large()
             raise ValueError("the request head is too large")  # httptools reports it as a parser error
+        if len(self.pipeline) >= MAX_LINE:
+            told = f"At most {MAX_LINE} requests of one connection may wait for the one before them."
+            self._fault = ApiError(429, told, code=RATE_LIMITED)
+            raise ValueError("too many requests in line")
         self.app = self._until_close if self.parser.get_http_version() in ("0.9", "1.0") else self._application
         idle = not self._is_answering
+        self._idle.pop(self, None)
         super().on_headers_complete()
         self.scope["state"][SHORTCUT] = ChunkWriter(self.cycle)
         if idle:
@@ -153,6 +172,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         elif last and self._refusal is not None:
             self._tell(self._refusal)
+        elif last:
+            self._idle[self] = None
 
     @property
     def _is_answering(self) -> bool:
@@ -263,53 +284,11 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
 
-class ChunkWriter:
-    """`middleware.Shortcut`: pieces of one answer in HTTP's chunked coding. Closed before the head is out, behind the
-    last piece, where the coding is another, and while the client has too much to read."""
-
-    __slots__ = ("_cycle", "_flow", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._flow = cycle.flow
-        self._transport = cycle.transport
-
-    @property
-    def is_open(self) -> bool:
-        cycle = self._cycle
-        return (
-            cycle.chunked_encoding is True
-            and not self._flow.write_paused
-            and not cycle.disconnected
-            and not cycle.response_complete
-        )
-
-    def write(self, body: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-
-
 def without_upgrade(data: bytes) -> bytes:
     """A head without its offer to speak something else (Java's client offers HTTP/2 with its first request). It may be
     ignored (RFC 9110, 7.8); httptools would take the body for the other protocol's and lose it."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return UPGRADE.sub(b"\r\nX-Upgrade", head) + end + rest
-
-
-def unsent_by_kernel(transport: asyncio.Transport) -> int:
-    """Bytes in the kernel's send buffer that the client has not acknowledged; 0 where the system cannot tell."""
-    answer = array.array("i", [0])
-    try:
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, answer)
-    except OSError:
-        return 0
-    return answer[0]
-
-
-def hung_up(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed its side or the connection, told without reading (the former by Linux alone)."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), getattr(select, "POLLRDHUP", 0))
-    return bool(poll.poll(0))
 
 
 def check_stalls(state: ServerState) -> None:

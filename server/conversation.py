@@ -4,10 +4,11 @@ conversational routes: the others translate their bodies into a `ChatRequest` an
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from starlette.requests import Request
 
 from engine.sampling_params import SamplingParams
 from engine.text import StopGate
@@ -38,13 +39,15 @@ class Conversation:
     forms: ToolForms = field(default_factory=ToolForms)
 
 
-async def prepare(front: Front, body: ChatRequest, *, least_output: int | None = 1) -> Conversation:
+async def prepare(
+    front: Front, request: Request, body: ChatRequest, *, least_output: int | None = 1
+) -> Conversation:  # fmt: skip
     """body: after `ChatRequest.check`. least_output: tokens that must fit beside the prompt; None: its length is not
     checked. A limit beyond what remains of the context is cut to it, not refused: a limit is an upper bound, and
     agents ask for 32,000 tokens whatever the model.
 
     Raises InvalidRequest and InvalidParameter, with `param` as chat spells it."""
-    return await asyncio.to_thread(_prepare, front, body, least_output)
+    return await front.in_turn(request, _prepare, front, body, least_output)
 
 
 def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conversation:
@@ -69,7 +72,6 @@ def _prepare(front: Front, body: ChatRequest, least_output: int | None) -> Conve
         params, reasoning=reading.reasoning, structured=reading.structured, shown_special_tokens=reading.shown
     )
     if tools.forced:  # there is nothing but calls, and whoever stops one gets what no client can read
-        front.check_limits(params)
         params = replace(params, stop=(), stop_token_ids=())
     return Conversation(
         encoded.token_ids, params, reading.new_parser, tools.custom, tools.ignored, reading.new_stop_gate,

@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from engine.config import usable_cores
 from engine.outputs import Phase
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput, UnusableForm
 from engine.text import StopGate
@@ -37,10 +38,16 @@ from server.settings import Settings
 from server.shown_prompt import ShownPrompt
 from server.sse import EventStream, client_gone, collect
 from server.terms import salt_of, terms_of
+from server.turns import Turns
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
+KEEP_ALIVE_S = 10.0  # a silent stream sends a comment this often: proxies give up after a minute
+LIMITS = Limits()
+NUM_THREADS = 3  # at least, for reading bodies and making prompts
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one request: prompt tokens, times alternatives, times choices
 FEW_STOP_CHARS = 256
 
+Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
@@ -58,7 +65,9 @@ class Front:
         self.reader = ModelReader(
             self.tokenizer, tool_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
         )
-        self.limits = Limits(settings.max_prompts, settings.max_messages, settings.max_tools)
+        self.limits = LIMITS
+        self.turns = Turns(max(NUM_THREADS, usable_cores() // 2))
+        self.keep_alive_s = KEEP_ALIVE_S
         self.ignored = IgnoredFields(strict=settings.strict_fields)
         self.created = int(time.time())  # of the served models, as /v1/models tells
 
@@ -86,7 +95,7 @@ class Front:
     ) -> None:
         """Before anything is computed: what the engine keeps and the answer spells out is bounded. count: alternatives
         of each of the `num_tokens`; num_told: how often they are told. Raises InvalidRequest."""
-        limit = self.settings.max_prompt_logprobs
+        limit = MAX_PROMPT_LOGPROBS
         if (wanted := num_tokens * (count + 1) * num_told) > limit:
             raise InvalidRequest(
                 f"This request asks for {wanted} logprobs of prompt tokens, at most {limit} are allowed: send fewer "
@@ -131,7 +140,6 @@ class Front:
         the request's tools ask of the compiler.
 
         Raises InvalidParameter, QueueFull, NotServing, RequestTimedOut, ApiError."""
-        self.check_limits(params)
         observer = Observer.of(request, self.metrics)
         await self._compile_all(params.structured, forms, request)
         stops = await _stop_strings(params.stop)
@@ -158,21 +166,9 @@ class Front:
             answer,
             writer,
             metrics=self.metrics,
-            keep_alive_s=self.settings.sse_keep_alive,
+            keep_alive_s=self.keep_alive_s,
             error_view=self.error_view,
         )
-
-    def check_limits(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for more than the operator allows."""
-        settings = self.settings
-        if params.n > settings.max_n:
-            raise InvalidRequest(f"n (and best_of) must be at most {settings.max_n}, got {params.n}.", param="n")
-        if len(params.stop) > settings.max_stop_strings:
-            told = f"stop must have at most {settings.max_stop_strings} strings, got {len(params.stop)}."
-            raise InvalidRequest(told, param="stop")
-        if (length := sum(map(len, params.stop))) > settings.max_stop_length:
-            told = f"stop must have at most {settings.max_stop_length} characters in all, got {length}."
-            raise InvalidRequest(told, param="stop")
 
     async def _compile_all(
         self, structured: StructuredOutput | None, forms: ToolForms | None, request: Request
@@ -205,6 +201,12 @@ class Front:
             compiling.cancel()
             gone.cancel()
         self.metrics.grammar(time.monotonic() - started, cached=cached)
+
+    async def in_turn(
+        self, request: Request, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
+    ) -> Result:
+        """What a body makes us do before the engine knows of it, in a thread; clients take turns."""
+        return await self.turns.run(self._client(request), work, *args, **kwargs)
 
     def _client(self, request: Request) -> str:
         """Whom a request comes from, so that clients can take turns: the key that let it in, else its address."""
@@ -262,6 +264,6 @@ async def read(request: Request, kind: type[Wire], check: Callable[[Wire], None]
             check(wire)
         return wire, names
 
-    wire, ignored = await asyncio.to_thread(parsed) if len(body) > LARGE_BODY else parsed()
+    wire, ignored = await front.in_turn(request, parsed) if len(body) > LARGE_BODY else parsed()
     front.ignored.note(request, ignored)
     return wire

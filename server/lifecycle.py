@@ -45,7 +45,10 @@ BACKLOG = 2048  # connections the kernel queues before they are accepted; it has
 TICK_S = 0.25  # how often lag is measured
 STALL_TICKS = 4  # connections are looked at on every fourth of them
 ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed on by make, is one signal
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers
+MAX_UNREAD = 1 << 20  # bytes of a stream that its client has not taken
 SPARE_FILES = 512  # descriptors for all but connections
+HANDSHAKE_S = 10.0  # for TLS; connections that have not come so far are not counted
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 
@@ -67,7 +70,7 @@ class Server(uvicorn.Server):
                 sock=listener,
                 backlog=config.backlog,
                 ssl=config.ssl,
-                ssl_handshake_timeout=config.limits.head_timeout_s if config.ssl else None,
+                ssl_handshake_timeout=min(HANDSHAKE_S, config.limits.head_timeout_s) if config.ssl else None,
             )
             self.servers.append(server)
         self.started = True
@@ -174,10 +177,10 @@ class Lifecycle:
         settings = self._settings
         limits = ConnectionLimits(
             max_connections=settings.max_connections,
-            max_head=settings.max_header_size,
-            head_timeout_s=settings.read_timeout,
-            max_unread=settings.slow_client_buffer,
-            max_stall_s=settings.slow_client_timeout,
+            max_head=MAX_HEAD,
+            head_timeout_s=settings.client_timeout,
+            max_unread=MAX_UNREAD,
+            max_stall_s=settings.client_timeout,
         )
         return ServerConfig(
             app,

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Literal, TextIO, cast
 
+from server.log_pipe import PipeHandler, is_pipe
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 REQUEST_LOGGER = "pagemill.request"
@@ -26,6 +28,31 @@ def clean(text: str, limit: int = 200) -> str:
     """Client text that may stand in a log line: printable, one line, bounded."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(char if char.isprintable() else "?" for char in cut)
+
+
+class Seldom:
+    """Of lines that anybody can cause, so many a second; the rest is counted."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._second = 0
+        self._num_told = 0
+        self._num_untold = 0
+
+    def allows(self, now: float) -> bool:
+        """now: time.monotonic()."""
+        if int(now) != self._second:
+            self._second, self._num_told = int(now), 0
+        if self._num_told >= self._per_second:
+            self._num_untold += 1
+            return False
+        self._num_told += 1
+        return True
+
+    def untold(self) -> int:
+        """How many there were since this was asked."""
+        count, self._num_untold = self._num_untold, 0
+        return count
 
 
 class JsonFormatter(logging.Formatter):
@@ -73,7 +100,8 @@ def set_level(level: LogLevel) -> None:
 
 def configure(level: LogLevel, style: str, stream: TextIO | None = None) -> None:
     """Send pagemill's lines, and the warnings of everybody else, to `stream` (stderr) in `style` text or json."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    stream = stream or sys.stderr
+    handler: logging.Handler = PipeHandler(stream) if is_pipe(stream) else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h.formatter, (JsonFormatter, TextFormatter))]:

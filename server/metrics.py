@@ -78,6 +78,7 @@ class Metrics(Collector):
         self.step = StepStats(step_id=0, num_running=0, num_waiting=0)
         self.info: ModelInfo | None = None
         self._phase: Callable[[], Phase] = lambda: Phase.STARTING
+        self._hung: Callable[[], bool] = lambda: False
         self.started_s = time.time()
         self.finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._errors: dict[str, int] = {}
@@ -85,6 +86,7 @@ class Metrics(Collector):
         self.steps = self.step_prompt_tokens = self.step_decode_tokens = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self._disconnects = self._slow_clients = self._discarded = self._http_requests = 0
+        self._connections_closed = 0
         self._loop_lag_max_s = 0.0
         self._in_flight = 0
         self._grammar_hits = self._grammar_failures = 0
@@ -93,9 +95,10 @@ class Metrics(Collector):
 
     # -- the engine's side --------------------------------------------------------------------------------------
 
-    def watch(self, phase: Callable[[], Phase]) -> None:
-        """Show the engine's phase in the `engine_phase` gauge."""
+    def watch(self, phase: Callable[[], Phase], hung: Callable[[], bool] = lambda: False) -> None:
+        """Show the engine's phase in the `engine_phase` gauge, and in `engine_hung` whether a step does not end."""
         self._phase = phase
+        self._hung = hung
 
     def watch_clients(self, accounts: Callable[[], Sequence[Account]]) -> None:
         """Show what each API key has used, of those that there are when somebody asks."""
@@ -161,6 +164,10 @@ class Metrics(Collector):
         """A client left before its answer was complete."""
         self._disconnects += 1
 
+    def connection_closed_for_room(self) -> None:
+        """There were as many connections as there may be: one was closed."""
+        self._connections_closed += 1
+
     def slow_client(self) -> None:
         """A client was cut off because it did not read."""
         self._slow_clients += 1
@@ -169,6 +176,8 @@ class Metrics(Collector):
         """An error answer, or an error event in a stream. code: HTTP status; route: as it is declared."""
         label = str(code) if 400 <= code <= 599 else "other"
         self._errors[label] = self._errors.get(label, 0) + 1
+        if code == 401 and self.recent_errors and self.recent_errors[-1].status == 401:
+            self.recent_errors.pop()  # who has no key shall not push out what is of use
         self.recent_errors.append(ErrorNote(time.time(), code, route, request_id))
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
@@ -260,6 +269,7 @@ class Metrics(Collector):
             ),
             ("client_disconnects", "counter", "Clients that left early.", self._disconnects),
             ("slow_clients", "counter", "Clients cut off because they did not read.", self._slow_clients),
+            ("connections_closed", "counter", "Connections closed for want of room.", self._connections_closed),
             ("http_requests", "counter", "HTTP requests that arrived.", self._http_requests),
             ("grammar_cache_hits", "counter", "Grammars found compiled.", self._grammar_hits),
             ("grammar_failures", "counter", "Grammars refused: wrong or too costly.", self._grammar_failures),
@@ -299,6 +309,8 @@ class Metrics(Collector):
         for value in Phase:
             phase.add_metric([value.value], float(value is current))
         yield phase
+        hung = current is not Phase.STARTING and self._hung()
+        yield _family("engine_hung", "gauge", "1 while a step takes longer than --step-timeout.", float(hung))
         yield _family("start_time_seconds", "gauge", "When the server started, Unix time.", self.started_s)
         if (info := self.info) is None:
             return

@@ -6,7 +6,7 @@ RequestContext   id (told in X-Request-Id), what was ignored, arrival time, one 
 (CORS)           Starlette's own, only with --cors-origins
 (auth.py)        who may ask: pages of other origins may not, and where there are keys every path needs one
 PhaseGate        503 while the model loads, while the server drains, and when the engine is dead
-BodyLimit        reads the whole body first: 413 above the limit, 408 when it does not arrive in time
+(bodies.py)      reads the whole body first: 413 above the limit, 408 when it does not arrive in time
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.outputs import Phase
 from server.ignored import HEADER, Names
-from server.logs import REQUEST_LOGGER, clean
+from server.logs import REQUEST_LOGGER, Seldom, clean
 from server.metrics import Metrics
 from server.protocol.errors import CLIENT_CLOSED, ApiError, to_api_error
 from server.protocol.message_errors import speaks_messages
@@ -47,6 +47,7 @@ SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
 )
 SHORTCUT = "shortcut"
+STRANGERS_PER_SECOND = 10  # lines about requests without a key
 LINGER_S = 2.0  # how long the body of a refused request is taken
 LARGE_PIECE = 64 << 10  # bytes: of a body, whose writer waits until the client has most of it
 
@@ -103,6 +104,7 @@ class RequestContext:
         self.app = app
         self.metrics = metrics
         self._tracing = tracing
+        self._strangers = Seldom(STRANGERS_PER_SECOND)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,6 +162,11 @@ class RequestContext:
         }
         if status < 400 and not exchange.complete:
             line["cut"] = True  # the client left, or was cut off, before the end
+        if status == 401:  # nobody without a key shall fill the disk
+            if not self._strangers.allows(time.monotonic()):
+                return
+            if untold := self._strangers.untold():
+                line["untold"] = untold
         logger.log(logging.DEBUG if probe else logging.INFO, "request", extra={"fields": line})
 
 
@@ -253,62 +260,3 @@ class PhaseGate:
             await answer(error, scope, Incoming(scope, receive), send)
             return
         await self.app(scope, receive, send)
-
-
-class BodyLimit:
-    """Reads the body before the route runs, at most `max_bytes` of it within `timeout_s`, and hands it over in one
-    piece; after it `receive` waits for the client to leave."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
-        self.app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (incoming := Incoming(scope, receive)).ended:
-            await self.app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                body = await self._read(scope, incoming)
-        except TimeoutError:
-            error = ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=CLOSE)
-            await answer(error, scope, incoming, send)
-            return
-        except ApiError as error:
-            await answer(error, scope, incoming, send)
-            return
-        if body is not None:
-            await self.app(scope, _replay(body, receive), send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client left. Raises ApiError: 413, or what `Connection` found wrong with it."""
-        told = f"The request body is larger than {self._max_bytes} bytes."
-        too_large = ApiError(413, told, code="request_too_large", headers=CLOSE)
-        length = header(scope, b"content-length") or b"0"
-        if length.isdigit() and int(length[:20]) > self._max_bytes:
-            raise too_large
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            if error := scope.get("state", {}).get("body_error"):
-                raise error
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                raise too_large
-            if not message.get("more_body", False):
-                return bytes(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once and then whatever comes."""
-    waiting = [body]
-
-    async def replay() -> Message:
-        if waiting:
-            return {"type": "http.request", "body": waiting.pop(), "more_body": False}
-        return await receive()
-
-    return replay

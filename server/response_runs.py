@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -22,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from server.assemble import Answer
 from server.event_log import EventLog
 from server.front import Front
+from server.keys import Account
 from server.protocol.errors import RATE_LIMITED, ApiError, to_api_error
 from server.protocol.responses_writer import ResponsesWriter
 from server.response_store import ENTRY_BYTES, Item, Kept, KeptItem, ResponseStore, Shelf, StoredResponse
@@ -38,7 +40,7 @@ class Runs:
     def __init__(self, store: ResponseStore, max_background: int) -> None:
         self.store = store
         self._max_background = max_background
-        self._num_background = 0
+        self._num_background: Counter[str] = Counter()  # by owner
         self._running: dict[str, Run] = {}
 
     def __len__(self) -> int:
@@ -54,18 +56,20 @@ class Runs:
     ) -> Run:  # fmt: skip
         """A response to come, which `Run.close` has to end. given, previous: as in `ResponseStore.put`.
 
-        Raises ApiError 429 for more background responses than there may be."""
+        Raises ApiError 429 for more background responses than there may be, or than one of several owners may have:
+        half of them."""
         if not background:
             return Run(self, owner, given, previous)
         num_bytes = given.num_bytes + ENTRY_BYTES
-        told = f"{self._num_background} background responses are running: at most {self._max_background} may."
-        if self._num_background >= self._max_background:
+        running, own = self._num_background.total(), self._num_background[owner]
+        if running >= self._max_background or (owner and own >= self._max_background // 2):
+            told = f"{own} background responses of yours are running, and {running} in all: no more may."
             raise ApiError(429, told, code=RATE_LIMITED, headers=BUSY)
         num_reserved = num_bytes + (RESERVE if streamed else 0)
-        if not self.store.reserve(num_reserved):
+        if not self.store.reserve(num_reserved, owner):
             told = "The background responses that are running take all the memory there is for responses."
             raise ApiError(429, told, code=RATE_LIMITED, headers=BUSY)
-        self._num_background += 1
+        self._num_background[owner] += 1
         log = EventLog() if streamed else None
         return Run(self, owner, given, previous, num_bytes=num_bytes, num_reserved=num_reserved, log=log)
 
@@ -76,8 +80,8 @@ class Runs:
         if self._running.get(run.writer.id) is run:
             del self._running[run.writer.id]
 
-    def background_ended(self) -> None:
-        self._num_background -= 1
+    def background_ended(self, owner: str) -> None:
+        self._num_background[owner] -= 1
 
 
 class Run:
@@ -112,6 +116,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()  # its last word is known
         self._task: asyncio.Task[None] | None = None
+        self._account: Account | None = None
 
     # -- made ------------------------------------------------------------------------------------------------------
 
@@ -131,9 +136,12 @@ class Run:
         finally:
             self.close()
 
-    def start(self, front: Front, facts: dict[str, object]) -> bytes:
+    def start(self, front: Front, facts: dict[str, object], account: Account | None) -> bytes:
         """Make it in the background; returns the response as it begins, JSON. facts: for the line that is logged at
-        its end."""
+        its end; account: of the key that asks, whose request this is until then."""
+        if account is not None:
+            account.num_requests += 1
+            self._account = account
         begun = self.writer.snapshot(self.answer.usage())
         self._task = self._loop.create_task(self._make(front, facts))
         return begun
@@ -183,7 +191,7 @@ class Run:
         wanted = self._num_bytes + self.log.num_bytes
         if self.log.dropped or wanted <= self._num_reserved:
             return
-        if self._runs.store.reserve(more := wanted - self._num_reserved + RESERVE):
+        if self._runs.store.reserve(more := wanted - self._num_reserved + RESERVE, self.shelf.owner):
             self._num_reserved += more
         else:
             logger.warning("no memory for the events of %s", self.writer.id)
@@ -212,7 +220,7 @@ class Run:
 
     def _release(self) -> None:
         num_reserved, self._num_reserved = self._num_reserved, 0
-        self._runs.store.release(num_reserved)
+        self._runs.store.release(num_reserved, self.shelf.owner)
 
     def close(self) -> None:
         """It has ended, or never came to be. May be called again."""
@@ -226,7 +234,9 @@ class Run:
         if self.log is not None and not self.log.ended:
             self.log.drop()
         if self.is_background:
-            self._runs.background_ended()
+            self._runs.background_ended(self.shelf.owner)
+            if self._account is not None:
+                self._account.leave()
 
     # -- looked at -------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-"""Responses that clients may ask for later, or continue from: in memory, bounded by count and by bytes; the one that
-was not used for the longest time goes first.
+"""Responses that clients may ask for later, or continue from: in memory, bounded by count and by bytes. Where there is
+no more room, the owner that holds the most gives first, what it has not used for the longest time: nobody's many
+responses push out another's few.
 
 Everything belongs to an owner, the digest of the API key that it was made with, and is there for no other. Items are
 found by ids that we made: nobody can guess those. An id that a client chose means something in its own conversation
@@ -14,7 +15,7 @@ their room from the same bytes. Safe to use from several threads.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,7 +125,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """max_responses 0 keeps nothing."""
+    """Either bound may be 0: then nothing is kept."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
@@ -133,7 +134,9 @@ class ResponseStore:
         self._num_uses: dict[Turn, int] = {}  # by how many kept responses and later turns
         self._turns_of: dict[tuple[str, str], list[Turn]] = {}  # owner, item id -> the kept turns that have it
         self._num_bytes = 0
+        self._bytes_of: Counter[str] = Counter()  # the same by owner
         self._num_reserved = 0
+        self._reserved_of: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -150,21 +153,25 @@ class ResponseStore:
 
     @property
     def keeps_nothing(self) -> bool:
-        return self._max_responses < 1
+        return self._max_responses < 1 or self._max_bytes < 1
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Room for what a running response gathers, taken from those that are kept; False if all of it is reserved."""
+    def reserve(self, num_bytes: int, owner: str = "") -> bool:
+        """Room for what a running response gathers, taken from those that are kept; False if all of it is reserved, or
+        half of it by this one of several owners."""
         with self._lock:
-            if self._num_reserved + num_bytes > self._max_bytes:
+            own = self._reserved_of[owner] + num_bytes
+            if self._num_reserved + num_bytes > self._max_bytes or (owner and own > self._max_bytes // 2):
                 return False
             self._num_reserved += num_bytes
+            self._reserved_of[owner] = own
             self._shrink()
         return True
 
-    def release(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int, owner: str = "") -> None:
         """Give back what was reserved."""
         with self._lock:
             self._num_reserved -= num_bytes
+            self._reserved_of[owner] -= num_bytes
 
     def of(self, owner: str) -> Shelf:
         """owner: a digest of the key; empty where there are no keys."""
@@ -219,23 +226,38 @@ class ResponseStore:
         return {item.id: item for item in items if item.is_ours and item.id in wanted}
 
     def _shrink(self) -> None:
-        """The least recently used go until the rest is within the bounds."""
+        """One after another goes until the rest is within the bounds."""
         kept = self._kept
         while kept and (
             len(kept) > self._max_responses or self._num_bytes + self._num_reserved > self._max_bytes
         ):  # fmt: skip
-            self._forget(next(iter(kept)))
+            self._forget(self._first_to_go())
+
+    def _first_to_go(self) -> str:
+        """The newest goes last."""
+        newest = next(reversed(self._kept))
+        for owner, _ in self._bytes_of.most_common():
+            for id, entry in self._kept.items():
+                if entry.owner == owner and id != newest:
+                    return id
+        return newest
+
+    def _count(self, owner: str, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._bytes_of[owner] += num_bytes
+        if not self._bytes_of[owner]:
+            del self._bytes_of[owner]
 
     def _keep(self, entry: StoredResponse) -> None:
         self._kept[entry.id] = entry
-        self._num_bytes += entry.num_bytes
+        self._count(entry.owner, entry.num_bytes)
         turn: Turn | None = entry.turn
         while turn is not None:
             uses = self._num_uses.get(turn, 0)
             self._num_uses[turn] = uses + 1
             if uses:
                 break
-            self._num_bytes += turn.num_bytes
+            self._count(entry.owner, turn.num_bytes)
             for id in turn.findable:
                 self._turns_of.setdefault((entry.owner, id), []).append(turn)
             turn = turn.previous
@@ -244,7 +266,7 @@ class ResponseStore:
         entry = self._kept.pop(id, None)
         if entry is None:
             return False
-        self._num_bytes -= entry.num_bytes
+        self._count(entry.owner, -entry.num_bytes)
         if entry.events is not None:
             entry.events.drop()  # also from under those who read it: they might take any time
         turn: Turn | None = entry.turn
@@ -258,7 +280,7 @@ class ResponseStore:
 
     def _drop(self, turn: Turn, owner: str) -> None:
         del self._num_uses[turn]
-        self._num_bytes -= turn.num_bytes
+        self._count(owner, -turn.num_bytes)
         for id in turn.findable:
             turns = self._turns_of[owner, id]
             turns.remove(turn)

@@ -29,10 +29,9 @@ from engine.config import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
-    StructuredConfig,
     usable_cores,
 )
-from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
 from server.logs import LogLevel
 
 ENV_PREFIX = "PAGEMILL_"
@@ -101,7 +100,6 @@ def _of(path: str, description: str, *, unit: str = "") -> Any:
         "cache": CacheConfig,
         "scheduler": SchedulerConfig,
         "device": DeviceConfig,
-        "structured": StructuredConfig,
     }
     owner = owners.get(group, EngineConfig)
     default = next(field.default for field in dataclass_fields(owner) if field.name == name)
@@ -129,31 +127,22 @@ class Settings(BaseSettings):
     served_model_name: Names = _setting((), "Name(s) the model answers to; the default is the model's own.")
     cors_origins: Names = _setting((), "Web origins whose pages may call the API; * for any.")
     max_body_size: Size = _setting(16 << 20, "Largest request body.", unit="bytes")
-    max_header_size: Size = _setting(64 << 10, "Largest request head: request line and headers.", unit="bytes")
     max_connections: Positive = _setting(4096, "Open client connections; further ones are closed.")
     keep_alive: Seconds = _setting(30.0, "An idle connection is closed after this time.", unit="seconds")
-    read_timeout: Seconds = _setting(
-        60.0, "Time a client has to send a request's head, then its body.", unit="seconds"
-    )
-    sse_keep_alive: Seconds = _setting(10.0, "A silent stream sends a comment this often; 0 never.", unit="seconds")
-    slow_client_timeout: Seconds = _setting(
-        60.0, "A client that reads nothing for this time is cut off.", unit="seconds"
-    )
-    slow_client_buffer: Size = _setting(1 << 20, "A stream with more than this unread is cut off.", unit="bytes")
+    client_timeout: Seconds = _setting(
+        60.0, "Time a client has to send a request's head, then its body, and to take more of an answer.",
+        unit="seconds",
+    )  # fmt: skip
     strict_fields: bool = _setting(False, "Refuse unknown request fields, instead of naming them in a header.")
     tool_call_parser: str = _setting("auto", "Format of the model's tool calls; auto goes by its chat template.")
     reasoning_parser: str = _setting("auto", "Format of the model's thinking; auto goes by its chat template.")
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = _setting(
         "reasoning_content", "Name of the field in which chat tells the model's thinking."
     )
-    max_stored_responses: Annotated[int, Field(ge=0)] = _setting(
-        4096, "Responses of /v1/responses kept in memory for later requests; the least recently used go first."
-    )
     max_stored_bytes: Size = _setting(
-        128 << 20, "Memory for stored responses, their input, and the events of background responses.", unit="bytes"
-    )
-    max_background_responses: Annotated[int, Field(ge=0)] = _setting(
-        64, "Background responses of /v1/responses that may run or wait at a time."
+        128 << 20,
+        "Memory for the responses of /v1/responses that later requests may name; the least recently used go first.",
+        unit="bytes",
     )
     embedding_pooling: Literal["last", "mean"] = _setting(
         "last", "What /v1/embeddings makes of a text's hidden states, unless the request says."
@@ -167,21 +156,8 @@ class Settings(BaseSettings):
     grace_period: Seconds = _setting(
         20.0, "After SIGTERM, requests in flight have this time to finish.", unit="seconds"
     )
-    max_n: Annotated[int, Field(ge=1, le=MAX_N)] = _setting(MAX_N, "Choices per prompt, best_of included.")
-    max_stop_strings: Annotated[int, Field(ge=0, le=MAX_STOP_STRINGS)] = _setting(
-        MAX_STOP_STRINGS, "Stop strings of one request."
-    )
-    max_stop_length: Annotated[int, Field(ge=0, le=MAX_STOP_CHARS)] = _setting(
-        MAX_STOP_CHARS, "All stop strings of one request together.", unit="characters"
-    )
-    max_prompts: Positive = _setting(1024, "Prompts in one completion request.")
-    max_messages: Positive = _setting(4096, "Messages, or input items, of one conversation; parts of one message.")
-    max_tools: Positive = _setting(1024, "Tools of one request.")
     max_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_CEILING)] = _setting(
         MAX_LOGPROBS, "Alternatives per token that a request may ask for."
-    )
-    max_prompt_logprobs: Positive = _setting(
-        1 << 20, "Logprobs of prompt tokens, alternatives and choices counted, that one request may ask for."
     )
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", "Show on /metrics also what another server has too, under its names."
@@ -208,7 +184,6 @@ class Settings(BaseSettings):
     generation_config: Literal["auto", "none"] = _of(
         "model.generation_config", "Sampling defaults: the model's own (auto) or neutral ones (none)."
     )
-    seed: int = _of("model.seed", "Seed of dummy weights.")
     cache_dir: str | None = _of("model.cache_dir", "Folder for prepared weights and tokenizers.")
     self_check: Literal["auto", "always", "never"] = _of(
         "model.self_check", "Compare our attention with the model's own at load; auto does it once per model."
@@ -244,15 +219,6 @@ class Settings(BaseSettings):
         "step_timeout_s", "A step that takes longer makes /health answer 503.", unit="seconds"
     )
 
-    # -- structured output
-    max_grammar_size: Annotated[Size, Field(ge=1)] = _of(
-        "structured.max_grammar_bytes", "Longest schema, pattern or grammar of a request.", unit="bytes"
-    )
-    grammar_compile_timeout: Annotated[float, Field(gt=0, le=60)] = _of(
-        "structured.compile_timeout_s", "CPU time that compiling one grammar may take.", unit="seconds"
-    )
-    grammar_cache: Size = _of("structured.cache_bytes", "Memory for compiled grammars that are kept.", unit="bytes")
-
     # -- device
     cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = _of(
@@ -283,7 +249,6 @@ class Settings(BaseSettings):
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
             device=DeviceConfig(**parts["device"]),
-            structured=StructuredConfig(**parts["structured"]),
             **parts[""],
         )
 
@@ -329,6 +294,15 @@ def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
         raise SettingsError(_sentence(error, flags, config)) from None
 
 
+def unknown_in_environment() -> list[str]:
+    """Variables that look like settings and are none: misspelled, or of another version. Not those that Kubernetes
+    makes of a Service's name (PAGEMILL_SERVICE_HOST, PAGEMILL_PORT_80_TCP)."""
+    known = {env_of(name) for name in Settings.model_fields} | {ENV_PREFIX + "CONFIG"}
+    of_services = re.compile(ENV_PREFIX + r"(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_\w+)")
+    found = [name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known]
+    return sorted(name for name in found if not of_services.fullmatch(name))
+
+
 def key_in_environment() -> str | None:
     """The first of PAGEMILL_API_KEY's keys: for a client beside the server, so that no key stands in a command."""
     return os.environ.get(ENV_PREFIX + "API_KEY", "").split(",")[0].strip() or None
@@ -358,6 +332,8 @@ def _sentence(error: ValidationError, flags: Mapping[str, Any], config: Path | N
     else:
         source = f"{name} in {config}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if source == env_of(name) and str(fault["input"]).startswith("tcp://"):
+        message += "; Kubernetes sets it for a Service of this name, unless the Pod has enableServiceLinks: false"
     shown = "" if name == "api_key" or "got" in message else f", got {_shown(fault['input'])}"
     return f"{source}: {message}{shown}."
 
@@ -368,12 +344,14 @@ def _shown(value: object) -> str:
 
 
 def set_thread_environment(settings: Settings) -> None:
-    """Tell the compute libraries how many threads to use. They read it once, so this runs before torch is imported.
+    """Tell the libraries how many threads to use, and to tell nobody that they are used. They read it once, so this
+    runs before torch is imported.
 
     Where the event loop shares its cores with compute threads, idle ones sleep instead of spinning. A variable
     that the user has set is left alone."""
     threads, cores = settings.engine_config().device.compute_threads(), usable_cores()
     wanted = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    wanted["HF_HUB_DISABLE_TELEMETRY"] = "1"
     if threads >= cores:
         wanted |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
     for name, value in wanted.items():

@@ -18,7 +18,6 @@ GROUPS = {
     "model": "Model",
     "cache": "KV cache",
     "scheduler": "Scheduler",
-    "structured": "Structured output",
     "device": "Device",
 }
 HEAD = """# Settings

@@ -35,7 +35,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Lengths of lists that the operator may set; the context in which a body is validated."""
+    """Lengths of lists; the context in which a body is validated."""
 
     prompts: int = 1024
     messages: int = 4096

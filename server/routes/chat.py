@@ -26,7 +26,7 @@ async def create_chat_completion(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ChatRequest, ChatRequest.check)
     model = front.check_model(body.model)
-    conversation = await prepare(front, body)
+    conversation = await prepare(front, request, body)
     front.ignored.note(request, conversation.ignored)
     scored = None
     if body.prompt_logprobs is not None:

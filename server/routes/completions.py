@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -27,11 +26,11 @@ async def create_completion(request: Request) -> Response:
     front.check_logprobs(body.prompt_logprobs, "prompt_logprobs")
     params = body.sampling_params(front.info.sampling_defaults, max_tokens=body.output_limit, logprobs=body.logprobs)
     params.check_vocabulary(front.info.vocab_size)
-    prompts = await asyncio.to_thread(_encode, front, body)
+    prompts = await front.in_turn(request, _encode, front, body)
     if (count := body.num_prompt_alternatives) is not None:
         param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         front.check_prompt_logprobs(sum(map(len, prompts)), count, num_told=body.num_told, param=param)
-    shown = await asyncio.to_thread(_show, front, body, prompts)
+    shown = await front.in_turn(request, _show, front, body, prompts)
     writer = CompletionWriter(
         front.tokenizer,
         shown,

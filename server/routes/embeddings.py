@@ -38,7 +38,7 @@ async def create_embeddings(request: Request) -> Response:
     body.check_size(front.info.hidden_size)
     params = SamplingParams(max_tokens=0, pooling=body.pooling or settings.embedding_pooling)
     add_special = body.add_special_tokens is not False
-    prompts = await asyncio.to_thread(front.encoder.inputs, body.input, add_special_tokens=add_special)
+    prompts = await front.in_turn(request, front.encoder.inputs, body.input, add_special_tokens=add_special)
     job = _Job(front, prompts, params, body, request)
     vectors = await job.run(request.receive)
     if vectors is None:

@@ -34,7 +34,7 @@ async def _answer(request: Request, front: Front, body: MessagesRequest, chat: C
     """Raises ApiError and InvalidParameter, in chat's words."""
     max_tokens = body.check_max_tokens()
     model = front.check_model(chat.model)
-    conversation = await _prepare(front, chat)
+    conversation = await _prepare(front, request, chat)
     front.ignored.note(request, conversation.ignored)
     remaining = front.info.max_model_len - len(conversation.prompt)
     params = replace(conversation.params, max_tokens=min(max_tokens, remaining))
@@ -60,7 +60,7 @@ async def count_tokens(request: Request) -> Response:
     body, chat = await _read(request, front)
     front.check_model(chat.model)
     try:
-        conversation = await prepare(front, chat, least_output=None)
+        conversation = await prepare(front, request, chat, least_output=None)
     except (ApiError, InvalidParameter) as error:
         raise body.in_our_words(to_api_error(error)) from None
     front.ignored.note(request, conversation.ignored)
@@ -80,10 +80,10 @@ async def _read(request: Request, front: Front) -> tuple[MessagesRequest, ChatRe
     return body, chat[0]
 
 
-async def _prepare(front: Front, chat: ChatRequest) -> Conversation:
+async def _prepare(front: Front, request: Request, chat: ChatRequest) -> Conversation:
     """Raises InvalidRequest that begins with "prompt is too long": clients look for it to shorten the conversation."""
     try:
-        conversation = await prepare(front, chat, least_output=None)
+        conversation = await prepare(front, request, chat, least_output=None)
     except InvalidRequest as error:
         if error.code != "context_length_exceeded":
             raise

@@ -24,6 +24,7 @@ from server.protocol.responses_writer import ResponsesWriter
 from server.response_runs import Run, Runs
 from server.response_store import Kept, KeptItem, StoredResponse
 from server.routes.stored_responses import log_stream, owner_of, runs_of
+from server.terms import account_of
 
 router = APIRouter()
 
@@ -54,10 +55,10 @@ async def create_response(request: Request) -> Response:
         raise InvalidRequest(
             "This server keeps no responses, so there are none in the background.", param="background"
         )
-    given = await asyncio.to_thread(_gather, body, runs, owner, front)
+    given = await front.in_turn(request, _gather, body, runs, owner, front)
     front.ignored.note(request, given.dropped)
     try:
-        conversation = await _fit(front, body, given)
+        conversation = await _fit(front, request, body, given)
         front.ignored.note(request, conversation.ignored)
         return await _answer(request, front, body, given, conversation, model)
     except (ApiError, InvalidParameter) as error:
@@ -102,7 +103,7 @@ async def _told(request: Request, front: Front, run: Run, *, streamed: bool) -> 
     """The answer of a response that is known while it runs."""
     if not run.is_background:
         return await run.tell(front, request.receive, streamed=streamed)
-    begun = run.start(front, request.scope.get("state", {}).get("log", {}))
+    begun = run.start(front, request.scope.get("state", {}).get("log", {}), account_of(request))
     return log_stream(front, run.log) if run.log is not None else Response(begun, media_type=JSON)
 
 
@@ -121,10 +122,10 @@ async def count_input_tokens(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, ResponsesRequest, ResponsesRequest.check)
     front.check_model(body.model)
-    given = await asyncio.to_thread(_gather, body, runs_of(request), owner_of(request), front)
+    given = await front.in_turn(request, _gather, body, runs_of(request), owner_of(request), front)
     front.ignored.note(request, given.dropped)
     try:
-        conversation = await _fit(front, body, given, must_fit=body.truncation == "auto")
+        conversation = await _fit(front, request, body, given, must_fit=body.truncation == "auto")
         front.ignored.note(request, conversation.ignored)
     except (ApiError, InvalidParameter) as error:
         raise in_our_words(to_api_error(error), given.tools) from None
@@ -188,7 +189,9 @@ def _kept(given: Given) -> Kept:
     return Kept.of(given.own, given.chosen)
 
 
-async def _fit(front: Front, body: ResponsesRequest, given: Given, *, must_fit: bool = True) -> Conversation:
+async def _fit(
+    front: Front, request: Request, body: ResponsesRequest, given: Given, *, must_fit: bool = True
+) -> Conversation:  # fmt: skip
     """The conversation as prompt. With truncation "auto" as many of the oldest turns are left out as it takes to leave
     room for the output, or a quarter of the context if more is asked for.
 
@@ -198,9 +201,9 @@ async def _fit(front: Front, body: ResponsesRequest, given: Given, *, must_fit: 
         room = min(body.max_output_tokens, front.info.max_model_len // 4)
 
     async def attempt(items: list[Item]) -> Conversation:
-        chat = await asyncio.to_thread(body.to_chat, items, given.tools)
+        chat = await front.in_turn(request, body.to_chat, items, given.tools)
         chat.check()
-        return await prepare(front, chat, least_output=room if must_fit else None)
+        return await prepare(front, request, chat, least_output=room if must_fit else None)
 
     try:
         return await attempt(given.items)

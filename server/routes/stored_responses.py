@@ -17,6 +17,8 @@ from server.response_store import KeptItem, ResponseStore, StoredResponse
 
 router = APIRouter()
 
+MAX_RESPONSES = 4096  # kept; the least recently used go first
+MAX_BACKGROUND = 64  # that run or wait at a time
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 INCLUDE = {
@@ -80,7 +82,7 @@ def _events(front: Front, found: Run | StoredResponse, after: str | None) -> Res
 
 def log_stream(front: Front, log: EventLog, offset: int = 0) -> Response:
     """The events from there on, as they come."""
-    return LogStream(log, offset, metrics=front.metrics, keep_alive_s=front.settings.sse_keep_alive)
+    return LogStream(log, offset, metrics=front.metrics, keep_alive_s=front.keep_alive_s)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -172,9 +174,8 @@ def runs_of(request: Request) -> Runs:
     state = request.app.state
     runs: Runs | None = getattr(state, "response_runs", None)
     if runs is None:
-        settings = state.settings
-        store = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
-        runs = state.response_runs = Runs(store, settings.max_background_responses)
+        store = ResponseStore(MAX_RESPONSES, state.settings.max_stored_bytes)
+        runs = state.response_runs = Runs(store, MAX_BACKGROUND)
     return runs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,13 +30,13 @@ async def tokenize(request: Request) -> Response:
     body.check()
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
-        tokens = await asyncio.to_thread(front.encoder.text, body.prompt, add_special_tokens=add_special)
+        tokens = await front.in_turn(request, front.encoder.text, body.prompt, add_special_tokens=add_special)
     else:
-        conversation = await prepare(front, body.for_chat(), least_output=None)
+        conversation = await prepare(front, request, body.for_chat(), least_output=None)
         front.ignored.note(request, conversation.ignored)
         tokens = conversation.prompt
     return Response(
-        await asyncio.to_thread(_answer, front, tokens, with_texts=bool(body.return_token_strs)),
+        await front.in_turn(request, _answer, front, tokens, with_texts=bool(body.return_token_strs)),
         media_type="application/json",
     )
 
@@ -54,9 +53,9 @@ async def detokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read(request, DetokenizeRequest)
     front.check_model(body.model)
-    await asyncio.to_thread(front.encoder.check_ids, body.tokens, "tokens")
+    await front.in_turn(request, front.encoder.check_ids, body.tokens, "tokens")
     skip = body.skip_special_tokens is True
-    text = await asyncio.to_thread(front.tokenizer.decode, body.tokens, skip_special_tokens=skip)
+    text = await front.in_turn(request, front.tokenizer.decode, body.tokens, skip_special_tokens=skip)
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
 

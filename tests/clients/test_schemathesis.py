@@ -26,7 +26,17 @@ EXAMPLES = 40  # per route
 @pytest.fixture
 def small_server(tmp_path: Path) -> Iterator[str]:
     """A server of which no request can ask much."""
-    with serve(tmp_path / "log", "--kv-cache-memory", "48MiB", "--max-model-len", "128", "--max-n", "4") as url:
+    with serve(
+        tmp_path / "log",
+        "--kv-cache-memory",
+        "48MiB",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "4",
+        "--max-waiting-requests",
+        "4",
+    ) as url:
         yield url
 
 

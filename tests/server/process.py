@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import httpx
 
@@ -27,11 +28,14 @@ def free_port() -> int:
 class ServerProcess:
     """`command` plus the port; stderr goes to `log`."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path | TextIO, env: dict[str, str] | None = None
+    ) -> None:
+        """log: a file to make, or an open one that only others read."""
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("w") as stderr:
+        self._log = log if isinstance(log, Path) else Path(os.devnull)
+        with log.open("w") if isinstance(log, Path) else contextlib.nullcontext(log) as stderr:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stderr, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
             )
@@ -69,11 +73,15 @@ class ServerProcess:
         self.process.wait()
 
 
+def stub_command(port: int, *switches: str) -> list[str]:
+    return [sys.executable, "-m", "tests.server.stub_engine", str(port), *switches]
+
+
 @contextlib.contextmanager
 def stub_server(log: Path, *switches: str) -> Iterator[ServerProcess]:
     """The real life cycle around a stub engine; not waited for."""
     port = free_port()
-    server = ServerProcess([sys.executable, "-m", "tests.server.stub_engine", str(port), *switches], port, log)
+    server = ServerProcess(stub_command(port, *switches), port, log)
     try:
         yield server
     finally:

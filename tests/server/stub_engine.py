@@ -231,7 +231,7 @@ class StubEngine:
 
 def main() -> None:
     """python -m tests.server.stub_engine PORT [--switches]: the real life cycle around a stub."""
-    from server import lifecycle, logs, settings  # as cli.py: after the arguments
+    from server import front, lifecycle, logs, settings  # as cli.py: after the arguments
 
     parser = argparse.ArgumentParser()
     parser.add_argument("port")
@@ -240,11 +240,13 @@ def main() -> None:
     parser.add_argument("--start-error", default=None)
     parser.add_argument("--die-after", type=float, default=None)
     parser.add_argument("--hung", action="store_true")
+    parser.add_argument("--ping", type=float, default=front.KEEP_ALIVE_S)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     values = dict(item.split("=", 1) for item in arguments.set)
     chosen = settings.load({"port": arguments.port, **values})
     logs.configure(chosen.log_level, chosen.log_format)
+    front.KEEP_ALIVE_S = arguments.ping
 
     def make() -> StubEngine:
         engine = StubEngine(

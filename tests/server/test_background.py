@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from engine.outputs import Phase, QueueFull
+from server.keys import digest_of
 from tests.server.harness import error_of, eventually
 from tests.server.responses_harness import events_of
 from tests.server.runs_harness import LONG, SLOW, Connection, ended, running, said, served
@@ -55,9 +57,10 @@ async def test_cancelled_in_the_background() -> None:
     assert engine.closed == [1, 2]
 
 
-async def test_a_stream_that_was_dropped_goes_on() -> None:
+async def test_a_stream_that_was_dropped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0.01)
     engine = engine_saying(LONG, **SLOW)
-    async with served(engine, sse_keep_alive=0.01) as (app, client):
+    async with served(engine) as (app, client):
         first = Connection(app, "POST", PATH, {"input": "x", "stream": True, "background": True})
         await eventually(lambda: len(first.events) > 8)
         await first.leave()
@@ -166,14 +169,15 @@ async def test_what_is_refused() -> None:
         engine.refusal = QueueFull("The queue is full.", retry_after_s=1)
         error_of(await client.post(PATH, json=body), 429)
         assert engine.admitted == []
-    async with served(engine_saying(), max_stored_responses=0) as (_, client):
+    async with served(engine_saying(), max_stored_bytes=0) as (_, client):
         assert error_of(await client.post(PATH, json=body))["param"] == "background"
         assert (await client.post(PATH, json={"input": "x"})).status_code == 200
 
 
-async def test_so_many_may_run() -> None:
+async def test_so_many_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.routes.stored_responses.MAX_BACKGROUND", 2)
     engine = engine_saying(LONG, **SLOW)
-    async with served(engine, max_background_responses=2) as (app, client):
+    async with served(engine) as (app, client):
         ids = [(await post(client, background=True))["id"] for _ in range(2)]
         refused = await client.post(PATH, json={"input": "x", "background": True})
         assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
@@ -183,8 +187,42 @@ async def test_so_many_may_run() -> None:
         ids[0] = (await post(client, background=True))["id"]
         for id in ids:
             await client.delete(f"{PATH}/{id}")
-    async with served(engine, max_background_responses=0) as (_, client):
-        error_of(await client.post(PATH, json={"input": "x", "background": True}), 429)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_one_key_leaves_the_others_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.routes.stored_responses.MAX_BACKGROUND", 4)
+    body = {"input": "x", "background": True}
+    engine = engine_saying(LONG, **SLOW)
+    async with served(engine, api_key=("greedy", "modest")) as (app, client):
+
+        async def statuses(key: str, count: int) -> list[int]:
+            return [(await client.post(PATH, json=body, headers=bearer(key))).status_code for _ in range(count)]
+
+        assert await statuses("greedy", 4) == [200, 200, 429, 429]
+        assert await statuses("modest", 3) == [200, 200, 429]
+        engine.pause_s = 0
+        await eventually(lambda: not app.state.response_runs)
+        assert await statuses("greedy", 1) == [200]
+        await eventually(lambda: not app.state.response_runs)
+
+
+async def test_it_is_a_request_of_its_key_until_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[a]\nsha256 = "{digest_of(b"sk-a").hex()}"\nmax_requests = 2\n')
+    body = {"input": "x", "background": True}
+    engine = engine_saying(LONG, **SLOW)
+    async with served(engine, api_key_file=str(file)) as (app, client):
+        client.headers.update(bearer("sk-a"))
+        assert [(await client.post(PATH, json=body)).status_code for _ in range(3)] == [200, 200, 429]
+        error_of(await client.post(PATH, json={"input": "x"}), 429)
+        engine.pause_s = 0
+        await eventually(lambda: not app.state.response_runs)
+        assert (await client.post(PATH, json={"input": "x"})).status_code == 200
+        await eventually(lambda: not app.state.response_runs)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -250,7 +288,7 @@ async def test_a_stream_without_room_for_its_first_events_is_refused() -> None:
 
 async def test_many_at_once_leave_nothing() -> None:
     engine = engine_saying("some words", pause_s=0.001)
-    async with served(engine, max_background_responses=100) as (app, client):
+    async with served(engine) as (app, client):
 
         async def one(k: int) -> None:
             body = {"input": f"{k}", "background": k % 4 > 0, "stream": k % 2 == 0}
@@ -269,7 +307,9 @@ async def test_many_at_once_leave_nothing() -> None:
 
         await asyncio.gather(*map(one, range(80)))
         await eventually(lambda: not app.state.response_runs._running)
-        await eventually(lambda: app.state.response_runs._num_background == 0)  # a deleted one ends a moment later
+        await eventually(
+            lambda: app.state.response_runs._num_background.total() == 0
+        )  # a deleted one ends a moment later
 
 
 @pytest.mark.parametrize("end", ENDS)

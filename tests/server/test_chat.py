@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.protocol.chat import ChatRequest
+from server.protocol.parsing import Limits
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
 from tests.server.harness import client_of, error_of, stream
 
@@ -306,10 +307,11 @@ async def test_token_ids_of_prompt_and_choices() -> None:
         assert TOKENIZER.decode(streamed) == "Hé"
 
 
-async def test_prompt_logprobs_stand_beside_the_choices() -> None:
+async def test_prompt_logprobs_stand_beside_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.MAX_PROMPT_LOGPROBS", 100)
     engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
     body = {"messages": [{"role": "user", "content": "ab"}], "n": 2, "prompt_logprobs": 1}
-    async with client_of(engine, max_prompt_logprobs=100) as client:
+    async with client_of(engine) as client:
         answer = (await client.post(PATH, json=body)).json()
         assert "prompt_logprobs" not in (await client.post(PATH, json=body | {"prompt_logprobs": None})).json()
         for wrong in ({"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": 20}):
@@ -326,10 +328,13 @@ async def test_prompt_logprobs_stand_beside_the_choices() -> None:
     ("nums_parts", "param"),
     [([5], "messages[0].content"), ([4] * 4, None), ([1, 4, 4], None), ([9, 9, 9, 9], "messages")],
 )
-async def test_content_parts_are_counted(nums_parts: list[int], param: str | None) -> None:
+async def test_content_parts_are_counted(
+    nums_parts: list[int], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.front.LIMITS", Limits(messages=4))
     part = {"type": "text", "text": "a"}
     messages = [{"role": "user", "content": [part] * count} for count in nums_parts]
     engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
-    async with client_of(engine, max_messages=4) as client:
+    async with client_of(engine) as client:
         response = await client.post(PATH, json={"messages": messages})
     assert (error_of(response)["param"] if param else response.status_code) == (param or 200)

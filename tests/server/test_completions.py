@@ -367,9 +367,10 @@ async def test_a_thousand_prompts_in_one_request() -> None:
     assert all(choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5] for choice in answer["choices"])
 
 
-async def test_the_operator_sets_the_limits_of_logprobs() -> None:
+async def test_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.MAX_PROMPT_LOGPROBS", 50)
     engine = FakeEngine(says("x", TOKENIZER), tokenizer=TOKENIZER)
-    async with client_of(engine, max_logprobs=100, max_prompt_logprobs=50) as client:
+    async with client_of(engine, max_logprobs=100) as client:
         assert (await client.post(PATH, json={"prompt": "a", "logprobs": 100})).status_code == 200
         error_of(await client.post(PATH, json={"prompt": "a", "logprobs": 101}))
         body = {"prompt": [[1] * 5, [2] * 5], "echo": True, "logprobs": 4, "max_tokens": 0}

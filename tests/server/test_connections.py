@@ -4,6 +4,7 @@ are no HTTP, requests that wait in line."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -14,11 +15,13 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from server import middleware
-from server.connections import ConnectionLimits, ServerConfig, check_stalls
+from server.bodies import BodyLimit
+from server.connections import MAX_LINE, ConnectionLimits, ServerConfig, check_stalls
 from server.event_log import EventLog, LogStream
 from server.lifecycle import Server
 from server.metrics import Metrics
-from server.middleware import BodyLimit, Exchange, RequestContext
+from server.middleware import Exchange, RequestContext
+from tests.server.harness import eventually
 
 LIMITS = ConnectionLimits(max_connections=100, max_head=4096, head_timeout_s=30, max_unread=65536, max_stall_s=30)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -213,16 +216,49 @@ async def test_the_time_for_a_head_starts_anew_on_a_kept_connection(start) -> No
     writer.close()
 
 
-async def test_connections_above_the_limit_are_closed(start) -> None:
+Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _connections(running: Running, *greetings: bytes) -> list[Connected]:
+    """The first connections, one after another."""
+    connected: list[Connected] = []
+    connections = running.server.server_state.connections
+    for greeting in greetings:
+        connected.append(await running.connect())
+        connected[-1][1].write(greeting)
+        await eventually(lambda: len(connections) == len(connected))
+    return connected
+
+
+async def test_above_the_limit_those_that_do_nothing_give_way_the_longest_first(start) -> None:
     running = await start(max_connections=3)
-    kept = [await running.connect() for _ in range(3)]
-    reader, writer = await running.connect()
-    assert await asyncio.wait_for(reader.read(), 5) == b""
-    writer.close()
-    for _, held in kept:
-        held.close()
-    await asyncio.sleep(0.1)
+    running.app.chunk, running.app.pause_s = b"x", 0.01
+    held = await _connections(running, b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n", b"", GET)
+    busy, silent, half = (reader for reader, _ in held)
+    kept, writer = await running.connect()
+    writer.write(GET + b"\r\n")
+    assert await asyncio.wait_for(kept.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
+    assert await asyncio.wait_for(silent.read(), 5) == b""
     assert (await running.exchange(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(half.read(), 5) == b""
+    assert b"pagemill_connections_closed_total 2.0" in running.metrics.render()
+    writer.write(GET + b"\r\n")
+    await asyncio.wait_for(kept.readuntil(b"HTTP/1.1 200 OK\r\n"), 5)
+    for _ in range(20):
+        await asyncio.wait_for(busy.readuntil(b"1\r\nx\r\n"), 5)
+
+
+async def test_above_the_limit_where_all_are_busy_the_new_one_is_closed(start) -> None:
+    running = await start(max_connections=3)
+    running.app.chunk, running.app.pause_s = b"x", 0.01
+    held = await _connections(running, *[b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"] * 3)
+    for reader, _ in held:
+        await asyncio.wait_for(reader.readuntil(b"1\r\nx\r\n"), 5)
+    reader, _ = await running.connect()
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    for reader, _ in held:
+        await asyncio.wait_for(reader.readuntil(b"1\r\nx\r\n"), 5)
 
 
 @pytest.mark.parametrize("path", [b"/stream", b"/past"])
@@ -395,6 +431,14 @@ async def test_requests_in_one_packet_are_answered_in_order(start) -> None:
     posts = b"".join(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n%02d\r\n" % i for i in range(50))
     answers = answers_of(await running.exchange(SLOW + posts + GET + b"Connection: close\r\n\r\n"))
     assert answers == [(200, b"ok"), *((200, b"%02d" % i) for i in range(50)), (200, b"ok")]
+
+
+async def test_a_long_line_of_requests_is_answered_as_far_as_it_may_be(start) -> None:
+    running = await start()
+    answers = answers_of(await running.exchange(SLOW + (GET + b"\r\n") * 2000))
+    assert answers[:-1] == [(200, b"ok")] * (1 + MAX_LINE)
+    assert answers[-1][0] == 429
+    assert running.app.num_calls == 1 + MAX_LINE
 
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"GE", GET], ids=["empty line", "two bytes", "half a head"])

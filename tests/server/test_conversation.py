@@ -379,8 +379,8 @@ async def test_nothing_stops_a_forced_call() -> None:
     assert json.loads(told["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])["days"] == 2
     assert told["choices"][0]["finish_reason"] == "tool_calls"
     assert (engine.admitted[0].params.stop, engine.admitted[0].params.stop_token_ids) == ((), ())
-    async with client_of(engine_saying(""), max_stop_strings=1) as client:
-        body = {"messages": [USER], "stop": ["a", "b"], **FORCED}
+    async with client_of(engine_saying("")) as client:
+        body = {"messages": [USER], "stop": ["a"] * 65, **FORCED}
         assert error_of(await client.post(PATH, json=body))["param"] == "stop"
 
 

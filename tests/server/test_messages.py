@@ -479,9 +479,10 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     assert events.message["stop_reason"] is None
 
 
-async def test_a_silent_stream_pings() -> None:
+async def test_a_silent_stream_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0.01)
     engine = engine_saying(pause_s=0.05)
-    async with client_of(engine, sse_keep_alive=0.01) as client:
+    async with client_of(engine) as client:
         events = await stream(client, BASE | {"max_tokens": 3})
     assert events.num_pings > 1
     assert events.message["stop_reason"] == "max_tokens"

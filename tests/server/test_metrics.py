@@ -101,6 +101,8 @@ def test_the_http_side_counts_what_it_is_told() -> None:
     assert value(metrics, "e2e_request_latency_seconds_count") == 2
     assert value(metrics, "client_disconnects_total") == 1
     assert value(metrics, "slow_clients_total") == 1
+    metrics.connection_closed_for_room()
+    assert value(metrics, "connections_closed_total") == 1
     assert value(metrics, "discarded_tokens_total") == 7
 
 
@@ -116,6 +118,10 @@ def test_labels_come_from_fixed_lists() -> None:
 
 def test_the_phase_and_the_model_are_shown() -> None:
     metrics = Metrics()
+    metrics.watch(lambda: Phase.DRAINING, lambda: True)
+    assert value(metrics, "engine_hung") == 1
+    metrics.watch(lambda: Phase.STARTING, lambda: True)
+    assert value(metrics, "engine_hung") == 0
     metrics.watch(lambda: Phase.DRAINING)
     metrics.model_loaded(ModelInfo("m", "s", 'odd "name"\n', 100, 50, (1,), "float32", 5, 10, 16, 8, 1))
     assert value(metrics, "engine_phase", "draining") == 1

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.outputs import Phase
 from server import middleware
 from server.auth import Auth
+from server.bodies import BodyLimit
 from server.keys import load_keys
-from server.logs import REQUEST_LOGGER
+from server.logs import REQUEST_LOGGER, Seldom
 from server.metrics import Metrics
-from server.middleware import BodyLimit, PhaseGate, RequestContext
+from server.middleware import PhaseGate, RequestContext
 from server.protocol.errors import ApiError
 
 
@@ -78,6 +79,39 @@ async def test_one_line_per_request_without_its_text(caplog: pytest.LogCaptureFi
     assert fields["note"] == "seen"
     assert "\n" not in fields["path"]
     assert "secret" not in str(fields) + record.getMessage()
+
+
+async def test_strangers_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "STRANGERS_PER_SECOND", 2)
+    app = RequestContext(Auth(echo, load_keys(["key"], None), ()), metrics := Metrics())
+    async with client_of(app) as client:
+        with caplog.at_level(logging.INFO, logger=REQUEST_LOGGER):
+            for _ in range(100):
+                assert (await client.get("/x")).status_code == 401
+            (await client.get("/x", headers={"Authorization": "Bearer key"})).raise_for_status()
+    lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    refused = [line for line in lines if line["status"] == 401]
+    assert 2 <= len(refused) < 100
+    assert len(refused) + sum(line.get("untold", 0) for line in refused) <= 100
+    assert lines[-1]["status"] == 200
+    assert 'pagemill_errors_total{code="401"} 100.0' in metrics.render().decode()
+    assert len(metrics.recent_errors) == 1
+
+
+def test_so_many_lines_a_second_and_the_rest_is_counted() -> None:
+    seldom = Seldom(2)
+    assert [seldom.allows(now) for now in (5.0, 5.1, 5.2, 5.9, 6.0, 6.1, 6.2)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert (seldom.untold(), seldom.untold()) == (3, 0)
 
 
 async def test_probes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

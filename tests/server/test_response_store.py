@@ -95,6 +95,36 @@ def test_a_store_of_nothing() -> None:
     assert not store.delete("a")
 
 
+def test_many_of_one_owner_push_out_none_of_another() -> None:
+    for store in (ResponseStore(20, 1 << 20), ResponseStore(1000, 40_000)):
+        few, many = store.of("few"), store.of("many")
+        chain(few, 3)
+        for k in range(200):
+            assert many.put(response(f"m{k}"), given(f"m{k}"))
+            assert many.get(f"m{k}") is not None, "the newest is there, whoever holds the most"
+        assert few.get("r0") is not None
+        assert few.get("r2") is not None
+        assert many.get("m0") is None
+        assert few.put(response("large", "x" * 12_000), given("large"))
+        assert few.get("large") is not None
+        for k in range(200):
+            many.delete(f"m{k}")
+        for id in ("r0", "r1", "r2", "large"):
+            few.delete(id)
+        assert (store.num_bytes, len(store), store._bytes_of) == (0, 0, {})
+
+
+def test_one_of_several_owners_reserves_no_more_than_half() -> None:
+    store = ResponseStore(10, 1000)
+    assert store.reserve(500, "a")
+    assert not store.reserve(1, "a")
+    assert store.reserve(500, "b")
+    store.release(500, "a")
+    assert store.reserve(500, "a")
+    alone = ResponseStore(10, 1000)  # without keys
+    assert alone.reserve(1000)
+
+
 def test_delete() -> None:
     store = ResponseStore(10, 1 << 20).of("me")
     chain(store, 2)

@@ -322,12 +322,13 @@ async def test_stored_responses() -> None:
         assert private["store"] is False
 
 
-async def test_the_store_is_bounded() -> None:
-    async with client_of(engine_saying(), max_stored_responses=2) as client:
+async def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(engine_saying(), max_stored_bytes=0) as client:
+        error_of(await client.get(f"{PATH}/{(await post(client))['id']}"), 404)
+    monkeypatch.setattr("server.routes.stored_responses.MAX_RESPONSES", 2)
+    async with client_of(engine_saying()) as client:
         ids = [(await post(client))["id"] for _ in range(3)]
         assert [(await client.get(f"{PATH}/{id}")).status_code for id in ids] == [404, 200, 200]
-    async with client_of(engine_saying(), max_stored_responses=0) as client:
-        error_of(await client.get(f"{PATH}/{(await post(client))['id']}"), 404)
 
 
 async def test_input_items() -> None:

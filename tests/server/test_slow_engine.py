@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.settings import Settings
+from server import front
 from tests.server.harness import Events, eventually
 from tests.server.process import stub_server
 from tests.server.stub_engine import StubEngine
@@ -23,9 +23,12 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_head_goes_out_on_admission_and_comments_break_every_silence(path: str) -> None:
+async def test_the_head_goes_out_on_admission_and_comments_break_every_silence(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0.05)
     engine = StubEngine(ready=True, interval_s=0.3)
-    client = Client(engine, path, BODIES[path], sse_keep_alive=0.05)  # type: ignore[arg-type]  # an engine all the same
+    client = Client(engine, path, BODIES[path])  # type: ignore[arg-type]  # an engine all the same
     told: list[object] = []
     engine.add_listener(told.append)
     task = asyncio.create_task(client.run())
@@ -46,11 +49,11 @@ async def test_the_head_goes_out_on_admission_and_comments_break_every_silence(p
 
 
 def test_comments_are_on_by_default() -> None:
-    assert Settings().sse_keep_alive == 10
+    assert front.KEEP_ALIVE_S == 10
 
 
 def test_the_sdk_waits_through_the_silence(tmp_path: Path) -> None:
-    with stub_server(tmp_path / "log", "--interval", "0.4", "--set", "sse_keep_alive=0.05") as server:
+    with stub_server(tmp_path / "log", "--interval", "0.4", "--ping", "0.05") as server:
         server.wait_for("ready")
         with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as sdk:
             chunks = list(

@@ -142,20 +142,23 @@ async def test_logprobs_keep_their_chunks_apart() -> None:
     assert [chunk["logprobs"]["tokens"] for chunk in chunks] == [[char] for char in "abcdefgh"]
 
 
-async def test_silence_is_broken_by_comments() -> None:
+async def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0.05)
     engine = engine_saying("ab", pause_s=0.25)
-    client = Client(engine, "/v1/completions", {"prompt": "a", "stream": True}, sse_keep_alive=0.05)
+    client = Client(engine, "/v1/completions", {"prompt": "a", "stream": True})
     await client.run()
     assert client.bodies.count(b": ping\n\n") >= 3
     assert Events(b"".join(client.bodies).decode()).text() == "ab"
-    quiet = Client(engine, "/v1/completions", {"prompt": "a", "stream": True}, sse_keep_alive=0)
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0)
+    quiet = Client(engine, "/v1/completions", {"prompt": "a", "stream": True})
     await quiet.run()
     assert b": ping\n\n" not in quiet.bodies
 
 
-async def test_a_stream_that_talks_needs_no_comments() -> None:
+async def test_a_stream_that_talks_needs_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.front.KEEP_ALIVE_S", 0.15)
     client = Client(engine_saying("abcdefghij" * 4), "/v1/completions",
-                    {"prompt": "a", "stream": True, "max_tokens": 100}, sse_keep_alive=0.15)  # fmt: skip
+                    {"prompt": "a", "stream": True, "max_tokens": 100})  # fmt: skip
     await client.run()
     assert b": ping\n\n" not in client.bodies
 

@@ -31,7 +31,7 @@ def certificate(folder: Path, name: str = "server") -> tuple[Path, Path]:
 
 def test_it_serves_over_tls_streams_included_and_cuts_off_who_never_shakes_hands(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
-    switches = ["--set", f"tls_cert={cert}", "--set", f"tls_key={key}", "--set", "read_timeout=1"]
+    switches = ["--set", f"tls_cert={cert}", "--set", f"tls_key={key}", "--set", "client_timeout=1"]
     with stub_server(tmp_path / "log", *switches) as server:
         context = ssl.create_default_context(cafile=str(cert))
         url = server.url.replace("http:", "https:")
@@ -48,7 +48,7 @@ def test_it_serves_over_tls_streams_included_and_cuts_off_who_never_shakes_hands
         with pytest.raises(httpx.TransportError):
             httpx.get(server.url + "/health", trust_env=False)  # plain
         silent.settimeout(10)
-        assert silent.recv(1) == b"", "no handshake within --read-timeout"
+        assert silent.recv(1) == b"", "no handshake within --client-timeout"
         silent.close()
         assert f"on {url}" in server.log
         assert "Traceback" not in server.log
