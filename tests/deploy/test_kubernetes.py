@@ -52,6 +52,12 @@ def test_kubernetes_own_schema_takes_it(name: str, version: str) -> None:
     validate(read(name), version)
 
 
+def test_the_services_name_makes_no_settings() -> None:
+    """A Service named pagemill would set PAGEMILL_PORT=tcp://... in each Pod."""
+    assert read("cpu/service.yaml")["metadata"]["name"].upper() + "_" == settings.ENV_PREFIX
+    assert read("cpu/deployment.yaml")["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
 def test_the_schema_would_notice_a_wrong_field() -> None:
     wrong = read("cpu/deployment.yaml")
     wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}

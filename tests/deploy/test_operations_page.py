@@ -3,18 +3,26 @@ a cluster, which are not here, are held to the files they name."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+import yaml
 
+from engine.outputs import Phase
+from server.lifecycle import SPARE_FILES
+from server.metrics import Metrics
+from server.settings import Settings, flag_of
 from tests.deploy import dashboards
 from tests.deploy.tools import ROOT, find_tool, missing_tool
-from tests.server.process import free_port
+from tests.server.process import free_port, stub_server
 
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
 
@@ -40,8 +48,20 @@ def test_files_that_it_links_exist() -> None:
         assert (ROOT / "docs" / link).exists(), link
 
 
+def test_flags_and_metrics_that_it_names_exist() -> None:
+    prose = re.sub(r"^```sh\n.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", prose))
+    of_others = {"--target", "--read-only", "--time", "--index-url", "--rm", "--no-deps", "--entrypoint", "--homepath"}
+    ours = {flag_of(name) for name in Settings.model_fields} | {"--no-status-page", "--config"}
+    assert flags - of_others <= ours
+    shown = Metrics().render().decode()
+    for name in re.findall(r"\b[a-z_]+_total\b", prose):
+        assert f"# TYPE pagemill_{name} counter" in shown
+
+
 def test_commands_for_docker_and_clusters_name_files_that_exist() -> None:
-    for line in (line for name in ("Containers", "Kubernetes") for block in blocks(name) for line in words_of(block)):
+    sections = [*blocks("Containers"), *blocks("Kubernetes"), *blocks("Keys")[1:]]
+    for line in (line for block in sections for line in words_of(block)):
         match line:
             case ["docker", "compose", *rest]:
                 named = [rest[i + 1] for i, word in enumerate(rest) if word == "-f"] or ["docker-compose.yml"]
@@ -58,6 +78,45 @@ def test_commands_for_docker_and_clusters_name_files_that_exist() -> None:
                 raise AssertionError(f"nobody tries {line}")
 
 
+def test_the_service_is_what_systemd_takes_and_what_the_page_installs(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/pagemill.service").read_text("utf-8")
+    (block,) = blocks("A service")
+    for word in ("/opt/pagemill/bin/pip", "/etc/pagemill/config.toml", "/etc/pagemill/environment"):
+        assert word in block
+        assert word.replace("/pip", "/pagemill") in text
+    grace_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[0])
+    assert grace_s > Settings.model_fields["grace_period"].default
+    files = int(re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)[0])
+    assert files > Settings.model_fields["max_connections"].default + SPARE_FILES
+    if (program := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not here")
+    here = text.replace("/opt/pagemill/bin/pagemill", "/bin/true")
+    for changed, is_good in ((here, True), (here.replace("TimeoutStopSec=", "TimeoutStopsec="), False)):
+        (tmp_path / "pagemill.service").write_text(changed)
+        done = subprocess.run(
+            [program, "verify", str(tmp_path / "pagemill.service")], capture_output=True, text=True, timeout=60
+        )
+        assert ("pagemill.service" not in done.stderr) is is_good, done.stderr
+
+
+def test_the_log_has_the_fields_that_it_tells_of(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^## The log$(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
+    told = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    with stub_server(tmp_path / "log", "--set", "log_format=json", "--set", "api_key=sk-a") as server:
+        server.wait_for(Phase.READY.value)
+        body = {"prompt": "a secret", "max_tokens": 2}
+        httpx.post(server.url + "/v1/completions", json=body, headers={"x-api-key": "sk-a"}, trust_env=False)
+        server.signal()
+        assert server.wait() == 0
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    (line,) = [line for line in lines if line["message"] == "request"]
+    shown = set(line) - {"time", "level", "logger", "message"}
+    assert shown <= told
+    assert told - shown <= {"cut", "untold", "queue_ms", "prefill_ms", "decode_ms"}  # a stub's rows take no time
+    assert line["client"] == "key-1"
+    assert "a secret" not in server.log
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_commands_for_one_machine_lead_to_a_server_that_is_scraped(tmp_path: Path) -> None:
@@ -70,7 +129,7 @@ def test_the_commands_for_one_machine_lead_to_a_server_that_is_scraped(tmp_path:
     scraped = """
 until curl -sg 'http://127.0.0.1:9090/api/v1/query?query=up{job="pagemill"}==1' | grep -q '"1"'; do sleep 1; done
 echo SCRAPED"""
-    body = "\n".join([*rest, *blocks("Keys"), scraped])
+    body = "\n".join([*rest, blocks("Keys")[0], scraped])
     body = body.replace("127.0.0.1:8000", f"127.0.0.1:{server}").replace("127.0.0.1:9090", f"127.0.0.1:{prometheus}")
     for name in ("config", "deploy", "server", "engine"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -99,6 +158,10 @@ echo SCRAPED"""
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.strip().endswith("SCRAPED")
     assert '"role":"assistant"' in done.stdout
+    provisioned = tmp_path / "monitoring/grafana/provisioning"
+    assert f"url: http://127.0.0.1:{prometheus}\n" in (provisioned / "datasources/prometheus.yml").read_text()
+    (provider,) = yaml.safe_load((provisioned / "dashboards/pagemill.yml").read_text())["providers"]
+    assert {path.name for path in Path(provider["options"]["path"]).iterdir()} == set(dashboards.NAMES)
     assert (tmp_path / "monitoring/key").stat().st_mode & 0o077 == 0
     keys = (tmp_path / "keys.toml").read_text()
     assert keys.count("sha256") == 2
