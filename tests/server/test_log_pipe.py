@@ -30,16 +30,17 @@ def test_lines_that_nobody_reads_are_lost_and_counted(monkeypatch: pytest.Monkey
         for number in range(1000):  # a pipe takes some 64 of them
             tell(number)
         handler.flush()  # does not wait for ever
-        seen, num_lost = [], 0
+        seen, num_lost, num_told = [], 0, 1000
         while 1000 not in seen:
             line = reader.readline()
             if "lines were lost" in line:
                 num_lost += int(line.rpartition("count=")[2])
-                tell(1000)
+                tell(1000)  # until it finds room
+                num_told += 1
             else:
                 seen.append(int(line.partition("number=")[2].split()[0]))
         assert seen == sorted(seen)
-        assert len(set(seen)) + num_lost == 1001
+        assert 1001 <= len(seen) + num_lost <= num_told
         assert num_lost > 800
 
 
