@@ -5,7 +5,7 @@
 #include "cpu/kernels.h"
 #include "cpu/philox.h"
 #include "cpu/sampler_edits.h"
-#include "cpu/sampler_nucleus.h"
+#include "cpu/sampler_guess.h"
 #include "cpu/scratch.h"
 
 namespace pagemill::PAGEMILL_LEVEL {
@@ -74,12 +74,26 @@ int64_t draw(Row& row, const Draw& d, Kept& kept) {
     weigh(c, cut);
     return draw_from_candidates(c, d.bits);
   }
+  const bool is_rough = can_estimate(d.temperature);
   if (has_p) {
+    if (is_rough && keep_few(row, whole, d.top_p, kept.last)) {
+      weigh(row.candidates, cut);
+      return draw_from_candidates(row.candidates, d.bits);
+    }
     kept.last = keep_top_p(row, whole, d.top_p);
     if (whole(splat(kept.last.logit))[0] >= cut.min_weight) return draw_from_blocks(row, whole, kept.last, d.bits);
   }
-  weigh_blocks<false>(row, cut);  // min-p is stricter than top-p, if that is there
-  return draw_from_blocks(row, cut, kEverything, d.bits);
+  if (cut.min_weight > 0.5f) {  // min-p is stricter than top-p, if that is there
+    gather(row, logit_below(row, cut, double(cut.least)));
+    weigh(row.candidates, cut);
+    return draw_from_candidates(row.candidates, d.bits);
+  }
+  if (is_rough) {
+    const int64_t id = draw_from_estimate(row, whole, estimate(row, whole), d.bits);
+    if (id >= 0) return id;
+  }
+  weigh_blocks<false>(row, whole);
+  return draw_from_blocks(row, whole, kEverything, d.bits);
 }
 
 // The exponents of what is kept, -inf elsewhere.

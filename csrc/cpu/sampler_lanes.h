@@ -53,7 +53,7 @@ typedef __mmask16 Mask;
 PAGEMILL_INLINE Mask above(Vec a, Vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
 PAGEMILL_INLINE Mask at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
 PAGEMILL_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
-PAGEMILL_INLINE Mask is_nan(Vec a) { return _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_UNORD_Q); }
+PAGEMILL_INLINE Mask is_nan(Vec a, Vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q); }  // either
 PAGEMILL_INLINE Mask at_most(IntVec a, int32_t b) { return _mm512_cmple_epi32_mask((__m512i)a, _mm512_set1_epi32(b)); }
 PAGEMILL_INLINE bool any(Mask chosen) { return chosen != 0; }
 PAGEMILL_INLINE int64_t count(Mask chosen) { return __builtin_popcount(chosen); }
@@ -64,7 +64,7 @@ typedef IntVec Mask;
 PAGEMILL_INLINE Mask above(Vec a, Vec b) { return a > b; }
 PAGEMILL_INLINE Mask at_least(Vec a, Vec b) { return a >= b; }
 PAGEMILL_INLINE Mask equal(Vec a, Vec b) { return a == b; }
-PAGEMILL_INLINE Mask is_nan(Vec a) { return a != a; }
+PAGEMILL_INLINE Mask is_nan(Vec a, Vec b) { return (a != a) | (b != b); }
 PAGEMILL_INLINE Mask at_most(IntVec a, int32_t b) { return a <= b; }
 PAGEMILL_INLINE int64_t count(Mask chosen) {
   int32_t sum = 0;

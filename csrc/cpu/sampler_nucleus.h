@@ -41,19 +41,22 @@ inline int64_t target_mass(float top_p, int64_t total) {
   return target < 1 ? 1 : target > total ? total : target;
 }
 
+// Ids with smaller logits have an exponent below this one. The margins cover what float32 rounds.
+inline float logit_below(const Row& row, const Scale& scale, double exponent) {
+  const double logit = double(row.max) + double(scale.temperature) * (exponent - 0.02) - 1e-6 * __builtin_fabs(double(row.max));
+  return logit < -double(__FLT_MAX__) ? -__FLT_MAX__ : float(logit);
+}
+
 // Above `high` all ids are in the nucleus, below `low` none is.
 struct Bracket {
   float low, high;
 };
 
 // Ids below are not in the nucleus: at most `vocab` of weight below (total - target) / (2 vocab) each, they hold less
-// than what the nucleus may leave out. The margins cover the exponential's last bits.
+// than what the nucleus may leave out.
 inline float least_in_nucleus(const Row& row, const Scale& scale, int64_t total, int64_t target) {
   const double cut = double(total - target) / (2.0 * double(row.vocab)) / kUnit;
-  if (!(cut > 0)) return -__FLT_MAX__;
-  double floor = double(row.max) + double(scale.temperature) * (__builtin_log(cut) - 0.02);
-  floor -= 1e-6 * __builtin_fabs(double(row.max));
-  return floor < -double(__FLT_MAX__) ? -__FLT_MAX__ : float(floor);
+  return cut > 0 ? logit_below(row, scale, __builtin_log(cut)) : -__FLT_MAX__;
 }
 
 // Fills work with a vector of every few blocks; the number of ids looked at.

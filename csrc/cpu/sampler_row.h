@@ -15,6 +15,7 @@ struct Row {
   int64_t vocab, blocks;
   float* block_max;     // [blocks]
   int64_t* block_sums;  // [blocks]
+  double* running_sums;  // [blocks]
   float* weights;       // [blocks * kBlock], before rounding
   Candidates candidates, work;
   float max;
@@ -35,7 +36,7 @@ constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 constexpr int64_t row_bytes(int64_t vocab) {
   const int64_t blocks = (vocab + kBlock - 1) / kBlock;
-  return aligned(blocks * 4) + aligned(blocks * 8) + blocks * kBlock * 4 + 6 * aligned((vocab + kLanes) * 4);
+  return aligned(blocks * 4) + 2 * aligned(blocks * 8) + blocks * kBlock * 4 + 6 * aligned((vocab + kLanes) * 4);
 }
 
 // In `scratch`, row_bytes(vocab) long.
@@ -50,6 +51,7 @@ inline Row make_row(int64_t vocab, char* scratch) {
   };
   row.block_max = reinterpret_cast<float*>(take(row.blocks * 4));
   row.block_sums = reinterpret_cast<int64_t*>(take(row.blocks * 8));
+  row.running_sums = reinterpret_cast<double*>(take(row.blocks * 8));
   row.weights = reinterpret_cast<float*>(take(row.blocks * kBlock * 4));
   auto take_candidates = [&](Candidates& c) {
     c.logit = reinterpret_cast<float*>(take((vocab + kLanes) * 4));
@@ -69,13 +71,11 @@ inline bool scan(Row& row) {
   for (int64_t b = 0; b < row.blocks; ++b) {
     const float* block = row.block(b, copy);
     Vec best[2] = {load(block), load(block + kLanes)};
-    nan |= is_nan(best[0]) | is_nan(best[1]);
+    nan |= is_nan(best[0], best[1]);
     for (int64_t i = 2 * kLanes; i < kBlock; i += 2 * kLanes) {
-      for (int half = 0; half < 2; ++half) {
-        const Vec v = load(block + i + half * kLanes);
-        nan |= is_nan(v);
-        best[half] = larger(v, best[half]);
-      }
+      const Vec v[2] = {load(block + i), load(block + i + kLanes)};
+      nan |= is_nan(v[0], v[1]);
+      for (int half = 0; half < 2; ++half) best[half] = larger(v[half], best[half]);
     }
     row.block_max[b] = largest(larger(best[0], best[1]));
     row.max = row.block_max[b] > row.max ? row.block_max[b] : row.max;
@@ -104,7 +104,8 @@ inline void gather(Row& row, float floor) {
     const float* block = row.block(b, copy);
     for (int64_t i = 0; i < kBlock; i += kLanes) {
       const Vec v = load(block + i);
-      c.append(v, Vec{}, row.ids(b * kBlock + i), at_least(v, splat(floor)));
+      const Mask chosen = at_least(v, splat(floor));
+      if (any(chosen)) c.append(v, Vec{}, row.ids(b * kBlock + i), chosen);
     }
   }
   c.close();
