@@ -43,7 +43,8 @@ inline int64_t target_mass(float top_p, int64_t total) {
 
 // Ids with smaller logits have an exponent below this one. The margins cover what float32 rounds.
 inline float logit_below(const Row& row, const Scale& scale, double exponent) {
-  const double logit = double(row.max) + double(scale.temperature) * (exponent - 0.02) - 1e-6 * __builtin_fabs(double(row.max));
+  const double max = double(row.max);
+  const double logit = max + double(scale.temperature) * (exponent - 0.02) - 1e-6 * __builtin_fabs(max);
   return logit < -double(__FLT_MAX__) ? -__FLT_MAX__ : float(logit);
 }
 
