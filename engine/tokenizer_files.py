@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from engine.config import StartError
+from engine.dummy_tokenizer import dummy_backend
 from engine.gguf_tokenizer import build_backend
 from engine.models.config_facts import eos_ids
 from engine.models.source import Source, read_json
@@ -34,9 +35,11 @@ def open_tokenizer(
     hf_config: Mapping[str, Any],
     generation_config: Mapping[str, Any],
     gguf_metadata: Mapping[str, Any] | None = None,
+    may_make_one: bool = False,
 ) -> Tokenizer:
     """The tokenizer of `source`; hf_config and generation_config contribute end-of-sequence ids, gguf_metadata is
-    that of the opened file where `source` is one. Raises StartError."""
+    that of the opened file where `source` is one. may_make_one: a folder without any gets one of the config's size, to
+    go with dummy weights. Raises StartError."""
     inner = hf_config.get("text_config")
     named = (
         generation_config.get("eos_token_id"),
@@ -47,7 +50,16 @@ def open_tokenizer(
         if gguf_metadata is None:
             raise ValueError("a GGUF file's tokenizer needs its metadata")
         return _from_gguf(gguf_metadata, named)
+    if may_make_one and not (source.path / "tokenizer.json").is_file():
+        text_config = inner if isinstance(inner, Mapping) else hf_config
+        return _made_up(text_config.get("vocab_size"), named)
     return _from_folder(source.path, named)
+
+
+def _made_up(vocab_size: Any, named: tuple[Any, ...]) -> Tokenizer:
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise StartError(f"config.json gives no size of the vocabulary, but vocab_size = {vocab_size!r}.")
+    return Tokenizer(dummy_backend(vocab_size), eos_token_ids=eos_ids(*named))
 
 
 def _from_gguf(metadata: Mapping[str, Any], named: tuple[Any, ...]) -> Tokenizer:

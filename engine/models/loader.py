@@ -68,6 +68,7 @@ def load_model(
             hf_config=weights.hf_config,
             generation_config=weights.generation_config,
             gguf_metadata=weights.gguf.metadata if isinstance(weights, GgufWeights) else None,
+            may_make_one=weights.is_dummy,
         )
     generation = weights.generation_config if config.generation_config == "auto" else {}
     return LoadedModel(
