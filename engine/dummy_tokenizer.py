@@ -1,7 +1,7 @@
 """The tokenizer of a folder that has a config.json and nothing else, served with --load-format dummy.
 
-As with the weights, only the size is right. Every byte is a token, so every text can be asked for; every further id has
-a text of its own, its number, so that each token drawn from random logits is seen by who measures the stream.
+As with the weights, only the size is right. Every byte is a token, so every text can be asked for; every further id
+has a text of its own, its number, so that each token drawn from random logits is seen by who measures the stream.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def run_batch(model: Any, prompts: list[list[int]], max_new_tokens: int, cache: 
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, longest - len(prompt) :] = 1
     output = model.generate(
-        input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens,
-        do_sample=False, cache_implementation=cache, pad_token_id=0, eos_token_id=None,
+        input_ids.to(model.device), attention_mask=attention_mask.to(model.device), max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens, do_sample=False, cache_implementation=cache, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     if output.shape[1] != longest + max_new_tokens:
         raise RuntimeError(f"generate gave {output.shape[1] - longest} tokens, not {max_new_tokens}")

@@ -1,0 +1,132 @@
+"""The parts of tests/gpu that need no GPU: what is written, what is counted, what the floors are."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import cases, profiling
+from tests.gpu.client import Report, Served
+from tests.gpu.model import Shape
+from tests.gpu.place import HERE, Place, measure, open_place
+from tests.gpu.results import FILE, Results, read, table
+
+
+def test_a_line_is_there_when_it_is_told_and_the_table_has_it(tmp_path: Path) -> None:
+    results = Results(tmp_path, "copy")
+    results.tell("copy rate", 4000.5, "GB/s")
+    results.tell("copy_blocks", 3500.0, "GB/s", share=0.875, of="copy rate", aim=0.9, note="slow")
+    results.tell("served over generate", 12.0, "x", aim=10.0)
+    results.tell("sample", 20.0, "us", share=1.5, of="x reading logits")
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"stage": "copy", "status": "FAILED", "seconds": 3}\n{"stage": "cut o')
+    lines, stages = read(tmp_path)
+    assert [line.is_met for line in lines] == [None, False, True, None]
+    assert stages == [{"stage": "copy", "status": "FAILED", "seconds": 3}]
+    assert results.value("copy rate", 1.0) == 4000.5
+    assert results.value("other rate", 1.0) == 1.0
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table(lines, stages).splitlines()]
+    assert ["copy", "copy rate", "4,000 GB/s", "", "", "", ""] in rows
+    assert ["copy", "copy_blocks", "3,500 GB/s", "88%", "copy rate", "90%", "MISSED; slow"] in rows
+    assert ["copy", "served over generate", "12 x", "", "", "10", "met"] in rows
+    assert ["copy", "sample", "20 us", "1.50 x", "x reading logits", "", ""] in rows
+    assert ["copy", "FAILED", "3"] in rows
+    assert rows[-1] == ["aims met: 1 of 2"]
+
+
+def test_a_table_of_nothing(tmp_path: Path) -> None:
+    assert table(*read(tmp_path)).endswith("aims met: 0 of 0")
+
+
+def test_a_step_of_llama_3_8b_reads_what_it_must(tmp_path: Path) -> None:
+    shape = Shape.of(json.loads((HERE / "llama-3-8b" / "config.json").read_text()))
+    assert shape.weights == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    assert shape.kv_bytes == 131_072
+    place = Place("cuda", Results(tmp_path, "model"))
+    place.results.tell("copy rate", 4300.0, "GB/s")
+    place.results.tell("torch matmul", 780.0, "TFLOP/s")
+    assert shape.step_seconds(place, 1, 100) == pytest.approx((2 * shape.weights + 100 * 131_072) / 4.3e12)
+    assert shape.step_seconds(place, 1024, 1) == pytest.approx(2 * shape.weights * 1024 / 7.8e14)
+
+
+OURS = "void pagemill::cuda::(anonymous namespace)::"
+KERNELS = {
+    OURS + "decode_attention<__nv_bfloat16, __nv_bfloat16, 128>(AttentionParams)": "attention",
+    OURS + "merge_splits<float>(pagemill::cuda::AttentionParams, int)": "attention",
+    OURS + "multiply_tile<X, pagemill::cuda::Shape<16> >(LinearParams)": "linear layers",
+    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "linear layers",
+    OURS + "rope_and_write_heads<T>(HeadRows, CacheRows)": "norms, rotations, activations, cache",
+    OURS + "norm_by_block<T, T>(NormArguments)": "norms, rotations, activations, cache",
+    "pagemill::cuda::(anonymous namespace)::sample_rows(pagemill::cuda::SampleArguments)": "sampling",
+    "pagemill::cuda::(anonymous namespace)::shape(float*, long, float, float)": "sampling",
+    "pagemill::cuda::(anonymous namespace)::prepare(RowState, long const*)": "batch, embedding",
+    "Memcpy HtoD (Pinned -> Device)": "copies",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >(int)": "other kernels",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_sorted_by_their_own_names(name: str) -> None:
+    assert profiling.kind_of(name) == KERNELS[name]
+
+
+def test_overlapping_kernels_leave_the_time_without_any() -> None:
+    spans = [("gemm", 1.0, 3.0), ("decode_attention", 2.0, 4.0), ("gemm", 6.0, 7.0)]
+    profile = profiling.summarise(spans, wall=10.0)
+    assert profile.seconds == {"linear layers": 3.0, "attention": 2.0, profiling.IDLE: 6.0}
+    assert "gemm" in profile.text.splitlines()[0]
+
+
+def test_the_outcomes_of_a_run_that_was_cut_off_count() -> None:
+    text = """
+tests/ops/test_norm.py::test_norm[cuda-bf16] PASSED                   [ 25%]
+tests/ops/test_norm.py::test_norm[cuda-f16] SKIPPED (there is no GPU) [ 50%]
+[gw3] [ 50%] FAILED tests/ops/test_norm.py::test_norm[cuda-f32]
+[gw11] [100%] PASSED tests/ops/test_norm.py::test_other[cuda-f32]
+tests/ops/test_norm.py::test_las
+FAILED tests/ops/test_norm.py::test_norm[cuda-f32] - assert 1 == 2
+"""
+    assert cases.outcomes(text) == {"PASSED": 2, "SKIPPED": 1, "FAILED": 1}
+    assert cases.failures(text) == ["tests/ops/test_norm.py::test_norm[cuda-f32]"]
+
+
+def test_several_clients_are_one_run() -> None:
+    def report(start: float, end: float, gaps: list[float], error: str = "") -> Report:
+        return Report(start, end, 100, int(bool(error)), error, gaps, [0.5], 0.3)
+
+    served = Served([report(10.0, 13.0, [0.01, 0.03]), report(11.0, 15.0, [0.02], "http 500")])
+    assert served.tokens_per_s == 40.0
+    assert (served.failed, served.error) == (1, "http 500")
+    assert served.gap_ms(50) == pytest.approx(20.0)
+    assert served.first_ms(99) == pytest.approx(500.0)
+
+
+def test_a_dry_place_measures_on_the_cpu(tmp_path: Path) -> None:
+    place = open_place("x", None, ["--out", str(tmp_path / "out"), "--dry"])
+    assert (place.device, place.sized(5, 1), place.model.name) == ("cpu", 1, "tiny-llama")
+    ran: list[int] = []
+    seconds, how = measure(place, [lambda: ran.append(1), lambda: ran.append(2)])
+    assert ran == [1, 2, 1, 2]
+    assert how == "dry"
+    assert seconds > 0
+
+
+def test_every_dependency_travels_or_is_there_already() -> None:
+    text = (HERE / "wheels.txt").read_text()
+    pins = re.findall(r"^([a-z0-9-]+)==[0-9.]+$", text, re.MULTILINE)
+    there = next(line for line in text.splitlines() if line.startswith("# There already:")).split()[3:]
+    assert len(pins) + text.count("#") == len(text.splitlines()), "a line that is no pin"
+    assert not {"torch", "transformers", "flash-attn"} & set(pins)
+    project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^A-Za-z0-9-]", spec)[0].lower() for spec in project["dependencies"]}
+    assert needed <= {*pins, *there}
+
+
+@pytest.mark.parametrize("script", ["run.sh", "pack.sh", "prepare.sh"])
+def test_scripts_are_well_formed(script: str) -> None:
+    assert subprocess.run(["bash", "-n", HERE / script]).returncode == 0
