@@ -73,7 +73,7 @@ def measured(place: Place, cache: Cache, tables: Sequence[Tensor], queries: int,
 
 def decode(place: Place) -> None:
     batches, contexts = place.sized(BATCHES, (1, 3)), place.sized(CONTEXTS, (40,))
-    cache = Cache(place, max(max(batches) * max(contexts), place.sized(COLD_BYTES // TOKEN_BYTES, 0)))
+    cache = Cache(place, max(batches) * (max(contexts) + BLOCK))
     for context in reversed(contexts):
         for num_seqs in reversed(batches):
             seconds, how = measured(place, cache, cache.tables(num_seqs, context), 1, context)

@@ -24,7 +24,7 @@ from loadtest.padded import Batch, plan_batches
 from loadtest.prompts import TokenIds
 from loadtest.workloads import PlannedRequest, Workload
 from tests.gpu.place import Place, open_place
-from tests.gpu.served import MEDIUM, tiny, w5
+from tests.gpu.served import MEDIUM, W5, tiny, w5
 
 RATIO_AIM = 10.0
 MOST_ROWS = 256
@@ -92,7 +92,8 @@ def tell_ratio(place: Place, way: str, name: str, rate: float, note: str) -> Non
 def continuous(place: Place) -> None:
     """All requests at once, from the first token to the last: what it does before its first token is its start."""
     model = make_model(place)
-    for name, workload in (("W5 x 256", replace(w5(256), num_sessions=512)), ("medium x 256", MEDIUM)):
+    both = {"W5 x 256": replace(w5(256), num_sessions=512), "medium x 256": MEDIUM}
+    for name, workload in place.sized(both, {"W5 x 256": W5}).items():
         requests = requests_of(place, workload)
         rate = continuous_rate(model, requests)
         tell_ratio(place, "generate_batch", name, rate, f"{len(requests)} requests")

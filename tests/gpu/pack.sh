@@ -17,7 +17,7 @@ PATH=$PWD/.venv/bin:$PATH
 
 pack_wheels() {
     local platforms=() name
-    for name in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
+    for name in manylinux_2_{35..17} manylinux2014 manylinux1; do # pip takes each for itself alone
         platforms+=(--platform "${name}_x86_64")
     done
     rm -rf "$PACK/wheels"

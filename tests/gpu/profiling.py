@@ -61,8 +61,8 @@ def summarise(spans: Iterable[Span], wall: float) -> Profile:
     return Profile(wall, seconds, text + "\n")
 
 
-def profiled(device: str, work: Callable[[], float]) -> Profile:
-    """work: returns its wall time in seconds. On a GPU kernels of all threads count, replayed ones too."""
+def profiled(device: str, work: Callable[[], object]) -> Profile:
+    """On a GPU kernels that any thread launches count, replayed ones too; on the CPU the ops of this thread."""
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:
         start = time.perf_counter()

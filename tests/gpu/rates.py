@@ -25,16 +25,16 @@ def main() -> None:
 def tell_versions(place: Place) -> None:
     tell = place.results.tell
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {version('transformers')}"
-    tell("versions", versions)
+    tell("versions", "", note=versions)
     for library in (ops.LIBRARY, ops.CUDA_LIBRARY):
         if library is not None:
             digest = hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
-            tell("library", f"{library.name} {digest}")
+            tell("library", "", note=f"{library.name} {digest}")
     if place.is_dry:
-        tell("device", f"{platform.machine()}, level {ops.isa()}")
+        tell("device", "", note=f"{platform.machine()}, level {ops.isa()}")
         return
     found = torch.cuda.get_device_properties(0)
-    tell("device", f"{found.name}, {found.multi_processor_count} SMs, {found.total_memory / 2**30:.0f} GiB")
+    tell("device", "", note=f"{found.name}, {found.multi_processor_count} SMs, {found.total_memory / 2**30:.0f} GiB")
 
 
 def copy(place: Place) -> None:

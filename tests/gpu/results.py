@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "results.jsonl"
-COLUMNS = ("stage", "what", "measured", "share", "of", "aim", "")
+COLUMNS = ("what", "measured", "share", "aim", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Line:
 
     def cells(self) -> list[str]:
         """One per column."""
-        share = "" if self.share is None else _share(self.share, self.of)
+        share = "" if self.share is None else f"{_share(self.share, self.of)} {self.of.removeprefix('x ')}".strip()
         aim = "" if self.aim is None else (_number(self.aim) if self.share is None else _share(self.aim, self.of))
         verdict = {None: "", True: "met", False: "MISSED"}[self.is_met]
         measured = f"{_number(self.value)} {self.unit}".strip()
-        return [self.stage, self.what, measured, share, self.of, aim, "; ".join(filter(None, (verdict, self.note)))]
+        return [self.what, measured, share, aim, "; ".join(filter(None, (verdict, self.note)))]
 
 
 class Results:
@@ -64,7 +64,7 @@ class Results:
             file.write(json.dumps(asdict(line)) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        print("  ".join(filter(None, line.cells()[1:])), flush=True)
+        print("  ".join(filter(None, line.cells())), flush=True)
 
     def value(self, what: str, otherwise: float) -> float:
         """The newest number told under this name, by whatever stage; `otherwise` without one."""
@@ -100,6 +100,7 @@ def table(lines: Sequence[Line], stages: Sequence[dict[str, Any]]) -> str:
 
 def _grid(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0  # the last column is ragged
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
