@@ -98,7 +98,6 @@ class AsyncEngine:
 
         self._loop = EngineLoop(
             self._load_parts,
-            pipeline_depth=self.config.scheduler.pipeline_depth,
             deliver=self._deliver,
             on_ready=lambda: self._hand(settle, None),
             on_death=lambda error: self._hand(settle, error),

@@ -15,6 +15,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx", "neon", "neon_bf16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Quantization = Literal["none", "int8", "int4", "auto"]
+AttentionName = Literal["native", "flash-attn", "torch-varlen"]
 
 
 MAX_THREADS = 1024
@@ -73,6 +74,7 @@ class CacheConfig:
     block_size: int = 16
     memory_bytes: int | None = None
     memory_utilization: float = 0.5  # share of the memory that is available after loading, when sized by us
+    gpu_memory_utilization: float = 0.9  # the same on a CUDA device: of all its memory, weights and steps included
     enable_prefix_caching: bool = True
 
 
@@ -83,11 +85,13 @@ class SchedulerConfig:
     max_chunk_tokens: int = 256  # prompt tokens, all together, in a step that also decodes
     max_waiting_requests: int = 1024  # inbox and waiting together, in sequences
     max_waiting_tokens: int = 4_194_304  # prompt tokens of the same
-    pipeline_depth: int = 1  # steps in flight: 1 on CPU, 2 on GPU
+    pipeline_depth: int | None = None  # steps in flight; None: 1 on the CPU, 2 on a device that runs on by itself
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: the first CUDA device if there is one that works
+    attention_backend: AttentionName = "native"
     cpu_isa: CpuIsa = "auto"
     num_threads: int | None = None  # None: the cores this process may use, minus one when there are more than two
 
@@ -155,5 +159,6 @@ class EngineConfig:
             raise StartError(f"--num-threads must lie between 1 and {MAX_THREADS}, got {self.device.num_threads}.")
         if self.model.max_model_len is not None and self.model.max_model_len < 2:
             raise StartError(f"--max-model-len must be at least 2, got {self.model.max_model_len}.")
-        if not 0.0 < cache.memory_utilization <= 1.0:
-            raise StartError(f"KV memory utilization must lie in (0, 1], got {cache.memory_utilization}.")
+        for share in (cache.memory_utilization, cache.gpu_memory_utilization):
+            if not 0.0 < share <= 1.0:
+                raise StartError(f"Memory utilization must lie in (0, 1], got {share}.")

@@ -40,8 +40,13 @@ class Device:
     def lane(self) -> Lane:
         return CudaLane(self.torch_device) if self.is_cuda else HostLane()
 
+    def free_memory(self) -> int:
+        """Bytes, of a CUDA device: what nobody has taken."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
-CPU = Device(torch.device("cpu"), f"cpu-{platform.machine()}")
+
+HOST = torch.device("cpu")
+CPU = Device(HOST, f"cpu-{platform.machine()}")
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------
@@ -124,8 +129,8 @@ def _complaint(name: str, number: int, facts: CudaFacts) -> str | None:
         return f"{facts.names[number]} has compute capability {found}; the kernels need {least} or more."
     if not facts.has_library:
         return (
-            f"{facts.names[number]} is there, but the kernels for it (_C_cuda) are not: install Pagemill where nvcc is "
-            "found, or a wheel that was built so."
+            f"{facts.names[number]} is there, but the kernels for it (_C_cuda) are not: install Pagemill where nvcc "
+            "is found, or a wheel that was built so."
         )
     return None
 
@@ -197,7 +202,8 @@ class CudaLane:
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps: its core may be the event loop's
+        # blocking: the waiting thread sleeps, for its core may be the event loop's
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -207,7 +213,7 @@ class _CudaMark:
 class HostLane:
     """Everything is done when the call returns."""
 
-    device = torch.device("cpu")
+    device = HOST
 
     def staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -234,17 +240,35 @@ class _Reached:
 # ---- errors ---------------------------------------------------------------------------------------------------
 
 
+REFUSED_LAUNCHES = frozenset({1, 9, 98, 209, 701})
+"""Status of a kernel of ours that never began: a size it cannot have, no code for this device, too many registers."""
+
+
+def _launch_status(error: BaseException) -> int | None:
+    """The number that an op of ours reports; None if it is no such error."""
+    found = re.search(r"pagemill\.\w+: launch: CUDA error (\d+)", str(error))
+    return None if found is None else int(found[1])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """The device or the host had too little memory for something; what was there before is as it was."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    is_of_cuda = "CUDA error: out of memory" in str(error) or _launch_status(error) == 2
+    return isinstance(error, RuntimeError) and is_of_cuda
+
+
+def give_back_memory() -> None:
+    """What torch's allocator keeps for later goes back to the device, so that an allocation of another size may
+    succeed."""
+    if torch.version.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # as above
+        torch.cuda.empty_cache()
 
 
 def is_fatal(error: BaseException) -> bool:
     """True for an error of CUDA after which this process can use the device no more: an address that is not ours, a
     trap, a lost device. They show in whatever call comes next, so the step that reports one need not have made it."""
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) or _launch_status(error) in REFUSED_LAUNCHES:
         return False
     if isinstance(error, torch.AcceleratorError):
         return True

@@ -2,7 +2,8 @@
 
 It alone touches sequences, blocks and the device. It talks to the outside in two places: `post()` puts frozen
 commands in, `deliver` gets one frozen `Delivery` per step out. An exception inside a step ends the sequences of
-that step and nothing else; an exception anywhere else is a bug of ours and ends the engine, loudly.
+that step and nothing else; an exception anywhere else is a bug of ours and ends the engine, loudly. So does an error
+after which the device computes no more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch import ScheduledBatch, StepOutput
+from engine.device import give_back_memory, is_fatal, is_out_of_memory
 from engine.outputs import Delivery
 from engine.painter import Painter
 from engine.scheduler import Scheduler
@@ -86,20 +88,19 @@ class EngineLoop(threading.Thread):
         self,
         load: Callable[[], tuple[Runner, Scheduler]],
         *,
-        pipeline_depth: int,
         deliver: Callable[[Delivery], None],
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name="pagemill-engine", daemon=True)
         self._load = load
-        self._pipeline_depth = pipeline_depth
         self._deliver = deliver
         self._on_ready = on_ready
         self._on_death = on_death
         self._inbox: deque[Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._lacked_memory = False
         self._in_flight: deque[Flight] = deque()
         self.step_started_s: float | None = None  # read by the event loop: a step that hangs shows here
 
@@ -119,8 +120,9 @@ class EngineLoop(threading.Thread):
                 self._step()
         except BaseException as error:  # the single handler: whatever happened, waiting clients must hear of it
             self._on_death(error)
-        finally:
-            self._let_go()
+            if is_fatal(error):
+                return  # to free what lies on a device that is lost may end the process before anybody has been told
+        self._let_go()
 
     def _let_go(self) -> None:
         """The thread is over: the model's memory does not wait for those who still hold the thread, or for the garbage
@@ -158,7 +160,10 @@ class EngineLoop(threading.Thread):
             self._hand_over(Changes(finished=tuple(ended)))
 
     def _step(self) -> None:
-        """schedule -> execute -> update -> deliver."""
+        """schedule -> execute -> update -> deliver. Raises what is_fatal knows."""
+        if self._lacked_memory:
+            self._lacked_memory = False
+            give_back_memory()  # only here the failed step's tensors are gone: its error held them
         started = time.monotonic()
         batch = self._scheduler.schedule(started)
         if batch is not None:
@@ -167,11 +172,13 @@ class EngineLoop(threading.Thread):
             try:
                 handle = self._runner.launch(batch)
             except Exception as error:
+                if is_fatal(error):
+                    raise
                 self._retire_all()
                 self._fail(batch, error)
                 return
             self._in_flight.append(Flight(batch, handle, scheduled - started, time.monotonic() - scheduled))
-        if self._in_flight and (batch is None or len(self._in_flight) >= self._pipeline_depth):
+        if self._in_flight and (batch is None or len(self._in_flight) >= self._scheduler.pipeline_depth):
             self._retire(self._in_flight.popleft())
         if not self._in_flight:
             self.step_started_s = None
@@ -201,10 +208,16 @@ class EngineLoop(threading.Thread):
         self._hand_over(changes, step=step)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """Containment: the sequences of this step end with an error, everybody else goes on."""
+        """Containment: the sequences of this step end with an error, everybody else goes on. Raises the error if the
+        device is lost with it; the engine's death then tells all."""
+        if is_fatal(error):
+            raise error
+        self._lacked_memory = is_out_of_memory(error)
         logger.error("step %d failed; its requests end with an error", batch.step_id, exc_info=error)
         self.step_started_s = None
         message = "The engine failed while computing this request."
+        if self._lacked_memory:
+            message = "The engine ran out of memory while computing this request."
         self._hand_over(self._scheduler.fail_step(batch, message, time.monotonic()))
 
     def _hand_over(self, changes: Changes, picture: Picture | None = None, step: StepStats | None = None) -> None:

@@ -62,6 +62,11 @@ class Scheduler:
         """Steps scheduled and not yet updated."""
         return len(self._in_flight)
 
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that may be in flight."""
+        return self._config.pipeline_depth or 1
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never be served; the door should have refused it."""
         primary, *siblings = request.sequences
@@ -114,7 +119,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step, or None if nothing can be scheduled before a step in flight is updated."""
-        if len(self._in_flight) >= self._config.pipeline_depth:
+        if len(self._in_flight) >= self.pipeline_depth:
             return None
         step = StepPlan(now, self._config.max_num_batched_tokens)
         if self._schedule_running(step):

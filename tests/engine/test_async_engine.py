@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.async_engine import AsyncEngine
 from engine.batch import ScheduledBatch
@@ -27,19 +28,31 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 class Runner(FakeRunner):
-    """Fails or blocks when told to."""
+    """Fails or blocks when told to. late_fault: of the step's result, as a device reports what went wrong on it."""
 
     fault: BaseException | None = None
+    late_fault: BaseException | None = None
+    is_lost: BaseException | None = None  # once set, whatever is asked of the device says so
     gate: Any = None
 
     def launch(self, batch: ScheduledBatch) -> Any:
         if self.gate is not None:
             self.gate.wait()
+        if self.is_lost is not None:
+            raise self.is_lost
         if self.fault is not None:
             fault, self.fault = self.fault, None
             self.lost_a_step = True
             raise fault
-        return super().launch(batch)
+        handle = super().launch(batch)
+        if self.late_fault is not None:
+            fault, self.late_fault = self.late_fault, None
+            return SimpleNamespace(result=lambda: raise_it(fault))
+        return handle
+
+
+def raise_it(error: BaseException) -> Any:
+    raise error
 
 
 def parts(config: EngineConfig) -> Any:
@@ -208,6 +221,66 @@ async def test_death_reaches_every_reader(engine: AsyncEngine) -> None:
     assert outputs[-1].finish_reason == "error"
     with pytest.raises(NotServing):
         engine.generate([[5]], PARAMS)
+
+
+@pytest.fixture(params=[1, 2], ids=["one in flight", "two in flight"])
+async def deep(request: pytest.FixtureRequest) -> AsyncIterator[AsyncEngine]:
+    config = EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=request.param)
+    )
+    engine = AsyncEngine(config, parts)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("place", ["fault", "late_fault"])
+async def test_a_lost_device_ends_the_engine_and_every_request(deep: AsyncEngine, place: str) -> None:
+    runner = runner_of(deep)
+    steps, begun = threading.Semaphore(4), list[bool]()
+    runner.gate = SimpleNamespace(wait=lambda: begun.append(steps.acquire()))
+    streams = [deep.generate([[5 + i]], SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(3)]
+    readers = [asyncio.create_task(read(stream)) for stream in streams]
+    while len(begun) < 4:  # noqa: ASYNC110  # a thread sets no asyncio.Event
+        await asyncio.sleep(0.001)
+    setattr(runner, place, LOST)
+    steps.release(100)
+    await asyncio.wait_for(deep.wait_dead(), 30)
+    assert deep.phase is Phase.DEAD
+    for reader in readers:
+        last = (await reader)[-1]
+        assert last.finish_reason == "error"
+        assert last.error == "The engine died while computing this request."
+    with pytest.raises(NotServing):
+        deep.generate([[5]], PARAMS)
+    assert deep._loop._runner is runner, "what lies on a lost device is not freed"
+
+
+async def test_a_device_that_is_lost_behind_a_step_is_found_by_the_next_call(deep: AsyncEngine) -> None:
+    runner = runner_of(deep)
+    runner.is_lost = RuntimeError("pagemill.linear: launch: CUDA error 700")
+    assert (await read(deep.generate([[5]], PARAMS)))[-1].finish_reason == "error"
+    await asyncio.wait_for(deep.wait_dead(), 30)
+
+
+@pytest.mark.parametrize("place", ["fault", "late_fault"])
+async def test_a_step_without_memory_ends_its_requests_and_no_others(
+    deep: AsyncEngine, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr("engine.loop.give_back_memory", lambda: given_back.append(1))
+    setattr(runner_of(deep), place, FULL)
+    outputs = await read(deep.generate([[5]], PARAMS))
+    assert outputs[-1].finish_reason == "error"
+    assert outputs[-1].error == "The engine ran out of memory while computing this request."
+    assert deep.phase is Phase.READY
+    assert (await read(deep.generate([[5]], PARAMS)))[-1].finish_reason == "length"
+    assert given_back == [1]
+    await settled(deep)
 
 
 async def test_a_step_that_hangs_is_noticed() -> None:

@@ -53,7 +53,11 @@ def test_the_cpu_when_asked_for() -> None:
     ("name", "facts", "sentence"),
     [
         ("cuda", CudaFacts("2.13.0+cpu", False), "--device cuda needs a torch with CUDA, and torch 2.13.0+cpu here"),
-        ("cuda", CudaFacts("2.11.0", True, True, "Found no NVIDIA driver on your system"), "no CUDA device that works: F"),
+        (
+            "cuda",
+            CudaFacts("2.11.0", True, True, "Found no driver on your system"),
+            "no CUDA device that works: Found",
+        ),
         ("cuda:2", TWO, "--device cuda:2 was asked for, but there are 2 CUDA devices here"),
         ("cuda:1", TWO, "NVIDIA V100 has compute capability 7.0; the kernels need 8.0 or more."),
         ("cuda", replace(TWO, has_library=False), "the kernels for it (_C_cuda) are not"),
@@ -119,6 +123,8 @@ def test_the_delayed_lane_finds_staging_memory_that_is_used_again_too_early() ->
         (MemoryError(), False, True),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), True, False),
         (RuntimeError("pagemill.paged_attention: launch: CUDA error 700"), True, False),
+        (RuntimeError("pagemill.linear: launch: CUDA error 9"), False, False),
+        (RuntimeError("pagemill.linear: launch: CUDA error 2"), False, True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), True, False),
         (RuntimeError("pagemill.linear: x: wanted 2 dimensions, got 3"), False, False),
         (ValueError("CUDA error"), False, False),
