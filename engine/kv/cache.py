@@ -14,6 +14,7 @@ from torch import Tensor
 from engine import ops
 from engine.attention.base import PagedLayer
 from engine.config import CacheConfig, StartError
+from engine.device import HOST
 from engine.memory import available_memory, size_text
 
 ALIGNMENT = 256  # bytes
@@ -54,15 +55,22 @@ def num_blocks_for(
 class KVCache:
     """Owns the pool; `layers` get their key_cache and value_cache views at construction.
 
-    Memory is reserved, not touched: resident size grows as blocks are first written."""
+    On the CPU memory is reserved, not touched: resident size grows as blocks are first written."""
 
-    def __init__(self, layers: Sequence[PagedLayer], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: Sequence[PagedLayer],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = HOST,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         block_bytes = [block_size * layer.spec.bytes_per_token(dtype) for layer in layers]
         spans = [-(-num_blocks * size // ALIGNMENT) * ALIGNMENT for size in block_bytes]
         try:
-            raw = torch.empty(sum(spans) + ALIGNMENT, dtype=torch.uint8)
+            raw = torch.empty(sum(spans) + ALIGNMENT, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise StartError(f"The KV cache of {size_text(sum(spans))} could not be allocated.") from error
         offset = -raw.data_ptr() % ALIGNMENT
@@ -73,6 +81,12 @@ class KVCache:
             self.buffers.append(buffer)
             _attach(layer, buffer, block_size, dtype)
             offset += span
+
+    def detach(self, layers: Sequence[PagedLayer]) -> None:
+        """Give the layers back without a cache, so that the pool's memory can go."""
+        for layer in layers:
+            layer.key_cache = layer.value_cache = None
+        self.buffers = []
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer; the sets must be disjoint."""

@@ -19,12 +19,15 @@ from engine.attention.base import AttentionMetadata, PagedLayer
 class Computation(Protocol):
     """layers: one per attention call of a forward, in call order. tells_hidden_states: False if the model cannot be
     cut into two halves, so that `hidden_states` and `logits` must not be called. quantization: see ModelInfo.
-    weight_bytes: memory that the weights take."""
+    weight_bytes: memory that the weights take. is_capturable: a forward launches the same kernels for every batch of
+    the same shape and asks the device nothing, so that it may be recorded and replayed."""
 
     layers: tuple[PagedLayer, ...]
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
+    device: torch.device
+    is_capturable: bool
 
     @property
     def tells_hidden_states(self) -> bool: ...
@@ -61,7 +64,8 @@ class Backbone:
 
     layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours.
     tells_hidden_states: False for a rare model that only knows `forward`. quantization: see ModelInfo.
-    weight_bytes: memory that the weights take."""
+    weight_bytes: memory that the weights take. device: of the weights, and of every tensor that goes in and comes out.
+    is_capturable: see Computation."""
 
     def __init__(self, model: Computation, *, batch_invariant: bool, num_parameters: int) -> None:
         self.model = model
@@ -69,6 +73,8 @@ class Backbone:
         self.vocab_size = model.vocab_size
         self.hidden_size = model.hidden_size
         self.dtype = model.dtype
+        self.device = model.device
+        self.is_capturable = model.is_capturable
         self.tells_hidden_states = model.tells_hidden_states
         self.quantization = model.quantization
         self.weight_bytes = model.weight_bytes

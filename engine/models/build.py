@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -138,18 +138,61 @@ def _convert(tree: Any, missing: set[str], strangers: dict[str, Tensor], dtype: 
     return missing & set(info.missing_keys)
 
 
-def fill_dummy(tree: nn.Module, seed: int) -> None:
-    """Cheap reproducible weights: one block of noise, repeated. Norm weights and biases stay neutral."""
+@torch.no_grad()
+def fill_dummy(tree: nn.Module, seed: int, *, shared: bool = False) -> None:
+    """Cheap reproducible weights: one block of noise, repeated. Norm weights and biases stay neutral.
+
+    shared: the same numbers in the memory of the largest weight alone, for a tree that only others copy from."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(1 << 18, generator=generator) * NOISE_STD
+    matrices = [parameter for parameter in tree.parameters() if parameter.dim() >= 2]
+    wells = {} if not shared else {dtype: _well(matrices, dtype, noise) for dtype in {m.dtype for m in matrices}}
     for module in tree.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and shared:
+                parameter.data = wells[parameter.dtype][: parameter.numel()].view(parameter.shape)
+            elif parameter.dim() >= 2:
                 _tile(parameter, noise)
             elif isinstance(module, nn.LayerNorm) and name == "weight":
                 parameter.fill_(1.0)
             elif name == "bias" or not _is_neutral(parameter):
                 parameter.zero_()
+
+
+def _well(matrices: list[nn.Parameter], dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """[elements of the largest of them]: repeated noise begins the same way in each."""
+    well = torch.empty(max(matrix.numel() for matrix in matrices if matrix.dtype == dtype), dtype=dtype)
+    _tile(well, noise)
+    return well
+
+
+class DummyTensors(Mapping[str, Tensor]):
+    """The parameters of a tree that fill_dummy gave shared memory, each with memory of its own on `device`, where they
+    are made."""
+
+    def __init__(self, tree: nn.Module, device: torch.device) -> None:
+        self._parameters = dict(tree.named_parameters())
+        self._device = device
+        self._wells: dict[torch.dtype, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter = self._parameters[name].detach()
+        if parameter.dim() < 2:
+            return parameter
+        if parameter.dtype not in self._wells:
+            same = [each.detach() for each in self._parameters.values() if each.dtype == parameter.dtype]
+            largest = max((each for each in same if each.dim() >= 2), key=torch.numel)
+            self._wells[parameter.dtype] = largest.to(self._device).view(-1)
+        return self._wells[parameter.dtype][: parameter.numel()].view(parameter.shape).clone()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def _is_neutral(parameter: Tensor) -> bool:

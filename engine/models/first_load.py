@@ -6,6 +6,7 @@ Imported only when it is needed, because the modelling code takes longer to impo
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
+from engine.attention.native import NativeAttention
 from engine.config import ModelConfig, StartError
+from engine.device import HOST
 from engine.models import self_check
 from engine.models.allow import check_config, load_config, max_exact_position, model_class
 from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
-from engine.models.build import assign_weights, build_tree, fill_dummy
+from engine.models.build import DummyTensors, assign_weights, build_tree, fill_dummy
 from engine.models.from_recipe import from_recipe
 from engine.models.fused_recipe import FusedRecipe
 from engine.models.prepare import BACKENDS_WITH_CLAIM, NoRecipe, prepare, recipe_of
@@ -36,9 +39,11 @@ def first_load(
     backend: AttentionBackend,
     kept: Kept | None,
     watch: Stopwatch,
+    device: torch.device = HOST,
 ) -> tuple[Backbone, Kept]:
     """(backbone, what to keep for later starts). kept: what an earlier start found, None: check now, unless
-    config.self_check is "never". Raises StartError."""
+    config.self_check is "never". The tree, and transformers' part in the check, stay on the CPU; what serves is made
+    on `device`, one weight after the other. Raises StartError."""
     with watch.phase("modelling_code"):
         hf_config = load_config(weights.hf_config)
         check_config(hf_config, model_class(hf_config))
@@ -48,16 +53,19 @@ def first_load(
         tree = build_tree(hf_config, dtype, IMPLEMENTATION)
     with watch.phase("weights"):
         if weights.is_dummy:
-            fill_dummy(tree, config.seed)
+            fill_dummy(tree, config.seed, shared=device != HOST)
         else:
             read = watch.counted(weights.tensors(dtype), weights.num_parameters * dtype.itemsize)
             assign_weights(tree, read, dtype)
     if kept is None and config.self_check != "never":
-        backbone, kept = _checked(tree, hf_config, backend, max_position, watch)
+        backbone, kept = _checked(
+            tree, hf_config, backend, max_position, watch, device, _tensors(tree, weights, device)
+        )
     else:
         fuse = kept is not None and kept.recipe is not None
         with watch.phase("pack"):
-            backbone = prepare(tree, backend, max_position, fuse=fuse)
+            tensors = _tensors(tree, weights, device)
+            backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors)
         kept = kept or Kept(Verdict(0.0, 0.0, backbone.batch_invariant), max_position, None)
         backbone.batch_invariant &= kept.verdict.batch_invariant
         _log_claim(backbone, backend)
@@ -65,12 +73,24 @@ def first_load(
         # only now: the check compares with transformers in full precision
         del backbone
         tensors = dict(tree.named_parameters())
-        backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
+        num_bytes = weights.num_parameters * dtype.itemsize
+        backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch, num_bytes)
     return backbone, kept
 
 
+def _tensors(tree: Any, weights: Weights, device: torch.device) -> Mapping[str, Tensor] | None:
+    """The tree's numbers for the fused decoder; None: its parameters as they are."""
+    return DummyTensors(tree, device) if weights.is_dummy and device != HOST else None
+
+
 def _checked(
-    tree: Any, hf_config: Any, backend: AttentionBackend, max_position: int, watch: Stopwatch
+    tree: Any,
+    hf_config: Any,
+    backend: AttentionBackend,
+    max_position: int,
+    watch: Stopwatch,
+    device: torch.device,
+    tensors: Mapping[str, Tensor] | None,
 ) -> tuple[Backbone, Kept]:
     """The fused decoder if this model has a recipe and passes both halves of the check with it, else the tree."""
     with watch.phase("self_check"):
@@ -78,12 +98,12 @@ def _checked(
     try:
         with watch.phase("self_check"):
             recipe = recipe_of(tree)
-        return _passing(tree, hf_config, backend, max_position, expected, recipe, watch)
+        return _passing(tree, hf_config, backend, max_position, expected, recipe, watch, device, tensors)
     except NoRecipe as reason:
         logger.info("%s", reason)
     except StartError as reason:
         logger.info("Not fused: %s", reason)
-    return _passing(tree, hf_config, backend, max_position, expected, None, watch)
+    return _passing(tree, hf_config, backend, max_position, expected, None, watch, device, tensors)
 
 
 def _passing(
@@ -94,17 +114,23 @@ def _passing(
     expected: Tensor,
     recipe: FusedRecipe | None,
     watch: Stopwatch,
+    device: torch.device,
+    tensors: Mapping[str, Tensor] | None,
 ) -> tuple[Backbone, Kept]:
     """One way through both halves. expected: transformers' logits on the real weights. Raises StartError."""
-    fuse = recipe is not None
+    fuse, is_host = recipe is not None, device == HOST
     with watch.phase("self_check"):
-        verdict = self_check.check_in_small(hf_config, backend, fuse=fuse)
+        in_small = backend if is_host else NativeAttention()
+        verdict = self_check.check_in_small(hf_config, in_small, fuse=fuse, stepwise=not is_host)
     with watch.phase("pack"):
-        backbone = prepare(tree, backend, max_position, fuse=fuse)
+        backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors)
     verdict = replace(verdict, batch_invariant=verdict.batch_invariant and backbone.batch_invariant)
     backbone.batch_invariant = verdict.batch_invariant
     with watch.phase("self_check"):
         self_check.check_real(backbone, expected)
+        if backbone.batch_invariant and not is_host:  # there the check in small has not seen the kernels
+            backbone.batch_invariant = self_check.keeps_bits(backbone)
+            verdict = replace(verdict, batch_invariant=backbone.batch_invariant)
     _log_claim(backbone, backend)
     return backbone, Kept(verdict, max_position, recipe)
 

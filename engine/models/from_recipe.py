@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.config import Quantization
+from engine.device import HOST
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
 from engine.models.fused_experts import ExpertTensors
@@ -29,12 +31,15 @@ def from_recipe(
     backend: AttentionBackend,
     quantization: Quantization,
     watch: Stopwatch,
+    num_bytes: int,
+    device: torch.device = HOST,
 ) -> Backbone:
-    """weights: where quantised tensors come from; tensors: all others, by transformers' names. Raises StartError."""
+    """weights: where quantised tensors come from; tensors: all others, by transformers' names.
+    num_bytes: of all of them. Raises StartError."""
     with watch.phase("pack"):
         if quantization == "none":  # else many come from elsewhere
-            tensors = watch.looked_up(tensors, sum(tensor.nbytes for tensor in tensors.values()))
+            tensors = watch.looked_up(tensors, num_bytes)
         named = tensors if recipe.experts is None else ExpertTensors(tensors)
         quantiser = None if quantization == "none" else Quantiser(quantization, weights, named)
-        model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser)
+        model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser, device=device)
     return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)

@@ -7,14 +7,15 @@ weights to model without importing modelling code. Whatever else a model does, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine import ops
+from engine import device_ops, ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
+from engine.device import HOST
 from engine.models.fused_experts import Experts, ExpertTensors
 from engine.models.fused_parts import Frequencies, Norm, Weights, order_of_halves, rotate
 from engine.models.fused_recipe import OUTPUT, PARALLEL_NORM, FusedRecipe
@@ -103,24 +104,48 @@ class _Layer:
         )
 
     def attend(self, x: Tensor, rotation: Rotation | None, backend: AttentionBackend) -> Tensor:
-        recipe = self._recipe
-        num_query, num_kv = recipe.num_query_heads, recipe.num_kv_heads
-        heads = self._qkv(x).view(-1, num_query + 2 * num_kv, recipe.head_dim)
-        query = _normed(self._query_norm, heads[:, :num_query])
-        key = _normed(self._key_norm, heads[:, num_query : num_query + num_kv])
+        query, key, value = self._heads(x)
+        query, key = _normed(self._query_norm, query), _normed(self._key_norm, key)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
-        spec = self.layer.spec
+        spec, scale = self.layer.spec, self._recipe.scale
         output = backend.forward(
-            query,
-            key,
-            heads[:, num_query + num_kv :],
-            self.layer,
-            scale=recipe.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-        )
+            query, key, value, self.layer, scale=scale, window=spec.window, softcap=spec.softcap
+        )  # fmt: skip
         return self._added(self._output(output.view(x.shape[0], -1)), self._attention_norm)
+
+    def attend_in_place(
+        self, x: Tensor, tables: device_ops.RotaryTables | None, positions: Tensor, backend: AttentionBackend
+    ) -> Tensor:
+        """`attend` in fewer calls: norms, rotation and the cache's new rows in one."""
+        query, key, value = self._heads(x)
+        norms = self._head_norms
+        if norms is None:
+            query, key = _normed(self._query_norm, query), _normed(self._key_norm, key)
+        key_cache, value_cache, metadata = self.layer.attached()
+        device_ops.rope_and_cache(
+            query, key, value, key_cache, value_cache, metadata.slot_mapping, positions, tables=tables, norms=norms
+        )  # fmt: skip
+        spec, scale = self.layer.spec, self._recipe.scale
+        output = backend.attend(
+            query, key, value, self.layer, scale=scale, window=spec.window, softcap=spec.softcap
+        )  # fmt: skip
+        return self._added(self._output(output.view(x.shape[0], -1)), self._attention_norm)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [num_tokens, heads, head_dim], of one product."""
+        num_query, num_kv = self._recipe.num_query_heads, self._recipe.num_kv_heads
+        heads = self._qkv(x).view(-1, num_query + 2 * num_kv, self._recipe.head_dim)
+        return heads[:, :num_query], heads[:, num_query : num_query + num_kv], heads[:, num_query + num_kv :]
+
+    @property
+    def _head_norms(self) -> device_ops.HeadNorms | None:
+        """Those of queries and keys, if they are of the kind that one call does together with the rotation."""
+        query, key = self._query_norm, self._key_norm
+        if query is None or key is None or (query.eps, query.variant) != (key.eps, key.variant):
+            return None
+        is_per_head = query.weight.shape == key.weight.shape == (self._recipe.head_dim,)
+        return device_ops.HeadNorms(query.weight, key.weight, query.eps, query.variant) if is_per_head else None
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return self._added(self._mlp(x), self._mlp_norm)
@@ -158,11 +183,19 @@ class FusedModel:
         backend: AttentionBackend,
         max_positions: int,
         quantiser: Quantiser | None = None,
+        *,
+        device: torch.device = HOST,
+        stepwise: bool = False,
     ) -> None:
         """tensors: by transformers' names, all of one dtype. quantiser: of linear layers' weights; None: none is
-        quantised. Raises StartError if a tensor is missing."""
-        weights = Weights(tensors if recipe.experts is None else ExpertTensors(tensors), recipe, quantiser)
+        quantised. device: where to compute, wherever the tensors are. stepwise: op by op also where there is a decoder
+        in one call. Raises StartError if a tensor is missing."""
+        named = tensors if recipe.experts is None else ExpertTensors(tensors)
+        weights = Weights(named, recipe, quantiser, device)
         self._recipe = recipe
+        self.device = device
+        self.is_capturable = recipe.experts is None  # a mixture asks the device how many rows an expert has
+        self.writes_in_place = device.type == "cuda"
         self._final_norm = weights.norm("model.norm")
         self.vocab_size = recipe.vocab_size
         self.hidden_size = self._final_norm.weight.shape[-1]
@@ -190,8 +223,8 @@ class FusedModel:
         self._embedding = weights.embedding(self._head)
         self.weight_bytes = weights.num_bytes
         self.quantization = "+".join(sorted(weights.kinds)) if any("int" in kind for kind in weights.kinds) else "none"
-        self._ropes = [RopeTable(Frequencies(rope), (), self.dtype, max_positions) for rope in recipe.ropes]
-        is_native = backend.name == "native" and recipe.experts is None
+        self._ropes = [RopeTable(Frequencies(rope), (), self.dtype, max_positions, device) for rope in recipe.ropes]
+        is_native = backend.name == "native" and recipe.experts is None and device.type == "cpu" and not stepwise
         self.decoder = self._native_decoder(recipe) if is_native else None
 
     def _native_decoder(self, recipe: FusedRecipe) -> NativeDecoder:
@@ -251,20 +284,29 @@ class FusedModel:
         residual = self._embed(input_ids)
         if self._recipe.embedding_scale is not None:
             residual *= self._recipe.embedding_scale
-        rotations = []
-        for rope in self._ropes:
-            cos, sin = rope(self._final_norm.weight, positions)
-            rotations.append((cos.unsqueeze(1), sin.unsqueeze(1)))  # [num_tokens, 1, head_dim]
+        attend = self._attention(positions)
         is_parallel = self._recipe.places == PARALLEL_NORM
         first = self._blocks[0].input_norm
         x = residual.to(self.dtype, copy=True) if first is None else first(residual)
         next_norms = [block.input_norm for block in self._blocks[1:]] + [self._final_norm]
         for block, next_norm in zip(self._blocks, next_norms, strict=True):
-            rotation = None if block.rope is None else rotations[block.rope]
-            after_attention = _next(block.middle_norm, block.attend(x, rotation, self._backend), residual, self.dtype)
+            after_attention = _next(block.middle_norm, attend(block, x), residual, self.dtype)
             x = x if is_parallel else after_attention
             x = _next(next_norm, block.feed_forward(x), residual, self.dtype)
         return x
+
+    def _attention(self, positions: Tensor) -> Callable[[_Layer, Tensor], Tensor]:
+        """What a layer's attention adds, for tokens at these positions."""
+        if self.writes_in_place:
+            tables = [device_ops.RotaryTables(*rope.rows()) for rope in self._ropes]
+            return lambda block, x: block.attend_in_place(
+                x, None if block.rope is None else tables[block.rope], positions, self._backend
+            )
+        rotations = []
+        for rope in self._ropes:
+            cos, sin = rope(self._final_norm.weight, positions)
+            rotations.append((cos.unsqueeze(1), sin.unsqueeze(1)))  # [num_tokens, 1, head_dim]
+        return lambda block, x: block.attend(x, None if block.rope is None else rotations[block.rope], self._backend)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size], float32."""

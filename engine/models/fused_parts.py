@@ -50,14 +50,14 @@ def order_of_halves(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 
 class Norm:
     def __init__(self, weight: Tensor, recipe: NormRecipe) -> None:
-        self.weight, self._eps, self._variant = weight, recipe.eps, recipe.variant
+        self.weight, self.eps, self.variant = weight, recipe.eps, recipe.variant
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self._eps, self._variant)
+        return ops.rms_norm(x, self.weight, self.eps, self.variant)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual += x, then the norm of the sum."""
-        return ops.fused_add_rms_norm(x, residual, self.weight, self._eps, self._variant)
+        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps, self.variant)
 
 
 class Linear:
@@ -93,20 +93,24 @@ class Linear:
 
 
 class Weights:
-    """Checkpoint tensors by name, as the parts of a layer.
+    """Checkpoint tensors by name, as the parts of a layer; each goes to the device when it is asked for.
 
     num_bytes: of what was made so far. kinds: the forms of its linear layers' weights."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None) -> None:
-        self._tensors, self._recipe, self._quantiser = tensors, recipe, quantiser
+    def __init__(
+        self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None, device: torch.device
+    ) -> None:
+        self._tensors, self._recipe, self._quantiser, self._device = tensors, recipe, quantiser, device
         self.num_bytes = 0
         self.kinds: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
         try:
-            return self._tensors[name].detach()
+            tensor = self._tensors[name].detach().to(self._device)
         except KeyError as error:
             raise StartError(f"The weights lack the tensor {name}.") from error
+        is_part = self._device.type == "cuda" and tensor.untyped_storage().nbytes() > tensor.nbytes
+        return tensor.clone() if is_part else tensor  # else one expert would keep all of them
 
     def linear(
         self,
@@ -135,9 +139,9 @@ class Weights:
 
     def embedding(self, head: Linear) -> Tensor:
         """The table [vocab_size, hidden_size], or the packed weight of which ops.embed_quant reads rows: the head's
-        own if they are one tensor."""
+        own if they are one tensor. On CUDA a packed weight is the matrix itself."""
         if self._recipe.is_tied:
-            return head.packed if head.is_quantised else self.copy(EMBEDDING)
+            return head.packed if head.is_quantised or self._device.type == "cuda" else self.copy(EMBEDDING)
         quantised = None if self._quantiser is None else self._quantiser.weight(EMBEDDING, is_head=True)
         if quantised is None:
             return self.copy(EMBEDDING)
@@ -164,7 +168,8 @@ class Weights:
 
     def copy(self, name: str) -> Tensor:
         """Of a tensor: a view would keep the whole file mapped after all else is packed."""
-        copied = self.tensor(name).clone()
+        tensor = self.tensor(name)
+        copied = tensor.clone() if self._device.type == "cpu" else tensor
         self.num_bytes += copied.nbytes
         return copied
 

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine import ops
 from engine.attention.base import AttentionBackend
 from engine.config import DeviceConfig, ModelConfig, StartError
+from engine.device import CPU, Device
 from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
 from engine.models.config_facts import choose_dtype, sampling_defaults
@@ -49,10 +51,15 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, device: DeviceConfig, *, backend: AttentionBackend, watch: Stopwatch | None = None
+    config: ModelConfig,
+    settings: DeviceConfig,
+    *,
+    backend: AttentionBackend,
+    device: Device = CPU,
+    watch: Stopwatch | None = None,
 ) -> LoadedModel:
-    """Load `config.model`. The ISA level and the thread count are set before; `device` is for the record. watch: takes
-    the time of each phase.
+    """Load `config.model` onto `device`. The ISA level and the thread count are set before; `settings` are for the
+    record. watch: takes the time of each phase.
 
     Raises StartError with one sentence for whatever is missing, unreadable or refused."""
     watch = watch or Stopwatch()
@@ -60,8 +67,12 @@ def load_model(
         source = resolve_source(config.model, load_format=config.load_format)
     with watch.phase("open"):
         weights = open_weights(source, cache_dir=config.cache_dir, load_format=config.load_format)
-        dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa()))
-    backbone, max_position = _load_backbone(config, weights, dtype, backend, watch)
+        dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, ops.isa(), device.torch_device.type))
+    if device.is_cuda and config.quantization != "none":
+        raise StartError(
+            f"--quantization {config.quantization} is not served on a CUDA device: leave it out, or use --device cpu."
+        )
+    backbone, max_position = _load_backbone(config, weights, dtype, backend, watch, device)
     with watch.phase("tokenizer"):
         tokenizer = open_tokenizer(
             source,
@@ -84,41 +95,56 @@ def load_model(
     )
 
 
-def _check_room(num_bytes: int, why: str = "") -> None:
-    available = available_memory()
+def _check_room(num_bytes: int, device: Device, why: str = "") -> None:
+    available = device.free_memory() if device.is_cuda else available_memory()
     if num_bytes > available:
+        of = f"of {device.name}'s memory is free" if device.is_cuda else "of memory is available"
         raise StartError(
-            f"The model's weights take {size_text(num_bytes)}{why}, "
-            f"but only {size_text(available)} of memory is available."
+            f"The model's weights take {size_text(num_bytes)}{why}, but only {size_text(available)} {of}."
         )
 
 
 def _load_backbone(
-    config: ModelConfig, weights: Weights, dtype: torch.dtype, backend: AttentionBackend, watch: Stopwatch
+    config: ModelConfig,
+    weights: Weights,
+    dtype: torch.dtype,
+    backend: AttentionBackend,
+    watch: Stopwatch,
+    device: Device,
 ) -> tuple[Backbone, int]:
     """(backbone, longest sequence in tokens)."""
-    store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name)
+    store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name, device)
     kept = store.load() if config.self_check == "auto" else None
     if kept is not None and kept.recipe is not None and kept.recipe.fits(weights.shapes):
         quantiser = Quantiser(config.quantization, weights, {})
-        _check_room(served_bytes(kept.recipe, weights.shapes, quantiser, dtype))
+        _check_room(served_bytes(kept.recipe, weights.shapes, quantiser, dtype), device)
         with watch.phase("weights"):
-            if config.quantization == "none":
-                read = watch.counted(weights.tensors(dtype), weights.num_parameters * dtype.itemsize)
-                tensors: Mapping[str, torch.Tensor] = dict(read)
-            else:
-                tensors = weights.some_tensors(dtype)
-        backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch)
+            tensors = _named(config, weights, dtype, device, watch)
+        num_bytes = weights.num_parameters * dtype.itemsize
+        backbone = from_recipe(
+            kept, kept.recipe, weights, tensors, backend, config.quantization, watch, num_bytes, device.torch_device
+        )
         return backbone, kept.max_position
     why = "" if config.quantization == "none" else " before they are quantised, as a model's first start reads them"
-    _check_room(weights.num_parameters * dtype.itemsize, why)
+    _check_room(weights.num_parameters * dtype.itemsize, device, why)
     with watch.phase("modelling_code"):
         first = importlib.import_module("engine.models.first_load")
-    backbone, found = first.first_load(config, weights, dtype, backend, kept, watch)
+    backbone, found = first.first_load(config, weights, dtype, backend, kept, watch, device.torch_device)
     if kept is None and config.self_check != "never":
         store.save(found)
     _check_quantised(config, backbone)
     return backbone, found.max_position
+
+
+def _named(
+    config: ModelConfig, weights: Weights, dtype: torch.dtype, device: Device, watch: Stopwatch
+) -> Mapping[str, Tensor]:
+    """For the fused decoder, which asks for every tensor once, or for none of those that it quantises."""
+    if config.quantization != "none":
+        return weights.some_tensors(dtype)
+    if device.is_cuda:
+        return weights.streamed(dtype)
+    return dict(watch.counted(weights.tensors(dtype), weights.num_parameters * dtype.itemsize))
 
 
 def _check_quantised(config: ModelConfig, backbone: Backbone) -> None:

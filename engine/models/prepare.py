@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.attention.base import AttentionBackend
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, PagedLayer
 from engine.config import StartError
+from engine.device import HOST
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
 from engine.models.fused_recipe import FusedRecipe
@@ -17,6 +22,7 @@ from engine.models.tree import TreeModel, record_calls, resolve_specs
 logger = logging.getLogger("pagemill.engine")
 
 BACKENDS_WITH_CLAIM = frozenset({"native"})  # whose attention keeps a row's bits whatever stands beside it
+MAX_DEVICE_DIM = 256  # of a head, on CUDA
 
 
 class NoRecipe(StartError):
@@ -32,21 +38,46 @@ def recipe_of(tree: Any) -> FusedRecipe:
     return recipe
 
 
-def prepare(tree: Any, backend: AttentionBackend, max_positions: int, *, fuse: bool) -> Backbone:
-    """Packs the tree's weights. Unfused, the tree itself becomes the model; fused, it is left as it was.
+def check_heads(layers: Sequence[PagedLayer], device: torch.device) -> None:
+    """Raises StartError for what the device's attention does not serve."""
+    for layer in layers:
+        for dim in (layer.spec.key_dim, layer.spec.value_dim):
+            if device != HOST and (dim % 8 or dim > MAX_DEVICE_DIM):
+                raise StartError(
+                    f"Attention heads of {dim} numbers are not served on a CUDA device, whose kernels want a multiple "
+                    f"of 8 up to {MAX_DEVICE_DIM}; use --device cpu."
+                )
+
+
+def prepare(
+    tree: Any,
+    backend: AttentionBackend,
+    max_positions: int,
+    *,
+    fuse: bool,
+    device: torch.device = HOST,
+    stepwise: bool = False,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Backbone:
+    """Packs the weights of a tree on the CPU, for `device`. Unfused, the tree itself becomes the model; fused, it is
+    left as it was, and `tensors` are its numbers (None: its parameters). stepwise: see FusedModel.
 
     Raises NoRecipe or StartError."""
     has_claim = backend.name in BACKENDS_WITH_CLAIM
     num_parameters = sum(parameter.numel() for parameter in tree.parameters())
     if fuse:
-        model = FusedModel(recipe_of(tree), dict(tree.named_parameters()), backend, max_positions)
+        tensors = dict(tree.named_parameters()) if tensors is None else tensors
+        model = FusedModel(recipe_of(tree), tensors, backend, max_positions, device=device, stepwise=stepwise)
+        check_heads(model.layers, device)
         return Backbone(model, batch_invariant=has_claim, num_parameters=num_parameters)
     dtype = tree.get_input_embeddings().weight.dtype
-    report = swap_modules(tree, dtype, max_positions)
+    report = swap_modules(tree, dtype, max_positions, device)
     if report.left:
         logger.info("%d modules compute with torch's own operations, such as %s", len(report.left), report.left[0])
+    unfused = TreeModel(tree, backend)
+    check_heads(unfused.layers, device)
     return Backbone(
-        TreeModel(tree, backend),
+        unfused,
         batch_invariant=has_claim and report.batch_invariant,
         num_parameters=num_parameters,
     )

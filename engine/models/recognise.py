@@ -35,6 +35,11 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+def _testable(dtype: torch.dtype) -> torch.dtype:
+    """One that our ops know on the CPU, where models are looked at, and that rounds as visibly."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
 def _close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
@@ -80,6 +85,7 @@ def norm_eps(module: nn.Module) -> float | None:
 def norm_variant(module: nn.Module, eps: float) -> NormVariant | None:
     """Which variant of ops.rms_norm the module is, in float32 and in its own dtype."""
     own = cast(Tensor, module.weight)
+    dtype = _testable(own.dtype)
     x, drawn = 3 * _random(8, own.numel()), _random(2, own.numel())
     parameters = {"weight": 1 + 0.5 * drawn[0]}
     if isinstance(module._parameters.get("bias"), Tensor):
@@ -87,9 +93,9 @@ def norm_variant(module: nn.Module, eps: float) -> NormVariant | None:
     variants = ("layer",) if "bias" in parameters else NORM_VARIANTS
     expected = functional_call(module, parameters, (x,))
     fits = [v for v in variants if _close(ops.rms_norm(x, norm_tensor(parameters, v), eps, v), expected, 1e-5)]
-    if own.dtype == torch.float32 or not fits:
+    if dtype == torch.float32 or not fits:
         return fits[0] if fits else None
-    parameters, x = {name: drawn.to(own.dtype) for name, drawn in parameters.items()}, x.to(own.dtype)
+    parameters, x = {name: drawn.to(dtype) for name, drawn in parameters.items()}, x.to(dtype)
     expected = functional_call(module, parameters, (x,))
     ours = {v: ops.rms_norm(x, norm_tensor(parameters, v), eps, v) for v in fits}
     differing = {v: float((ours[v] != expected).float().mean()) for v in fits}
@@ -109,7 +115,7 @@ def activation_kind(module: nn.Module, dtype: torch.dtype) -> ActivationKind | N
     """Which kind of ops.activation a leaf module without parameters is."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
         return None
-    x = torch.linspace(-9, 9, 512)
+    x, dtype = torch.linspace(-9, 9, 512), _testable(dtype)
     try:
         expected = module(x)
         expected_own = module(x.to(dtype))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.device import HOST
+
 PIECE = 64  # positions computed at once: at most 32,768 elements, which torch does not split over threads
 INITIAL_POSITIONS = 2048
 
@@ -21,14 +23,23 @@ INITIAL_POSITIONS = 2048
 class RopeTable(nn.Module):
     """Stands in for a rotary embedding module: forward(x, position_ids[, layer_type]) -> (cos, sin).
 
-    source: the module replaced; it fills the tables. limit: positions, in tokens."""
+    source: the module replaced, on the CPU; it fills the tables. limit: positions, in tokens. device: of the tables;
+    their bits are the same on every one."""
 
-    def __init__(self, source: nn.Module, layer_types: tuple[str, ...], dtype: torch.dtype, limit: int) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        layer_types: tuple[str, ...],
+        dtype: torch.dtype,
+        limit: int,
+        device: torch.device = HOST,
+    ) -> None:
         super().__init__()
         self._source = (source,)  # in a tuple: not a submodule, so a walk over the tree does not meet it
         self._keys: tuple[str | None, ...] = layer_types or (None,)
         self._dtype = dtype
         self._limit = limit
+        self._device = device
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._num_positions = 0
         self.cover(min(INITIAL_POSITIONS, limit))
@@ -40,11 +51,17 @@ class RopeTable(nn.Module):
         wanted = max(num_positions, min(self._limit, 2 * self._num_positions))
         wanted = -(-wanted // PIECE) * PIECE
         for key in self._keys:
-            pieces = [self._tables[key]] if key in self._tables else []
-            pieces += [self._compute(key, start) for start in range(self._num_positions, wanted, PIECE)]
-            cos, sin = zip(*pieces, strict=True)
-            self._tables[key] = (torch.cat(cos), torch.cat(sin))
+            pieces = [self._compute(key, start) for start in range(self._num_positions, wanted, PIECE)]
+            rows = [torch.cat(part).to(self._device) for part in zip(*pieces, strict=True)]
+            known = [(table,) for table in self._tables[key]] if key in self._tables else [(), ()]
+            cos, sin = (torch.cat([*old, new]) if old else new for old, new in zip(known, rows, strict=True))
+            self._tables[key] = (cos, sin)
         self._num_positions = wanted
+
+    def move_to(self, device: torch.device) -> None:
+        """Tables made so far, and those to come."""
+        self._device = device
+        self._tables = {key: (cos.to(device), sin.to(device)) for key, (cos, sin) in self._tables.items()}
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """All of cos and sin, [num_positions, rotary_dim]; only of a table without layer types."""

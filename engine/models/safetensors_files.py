@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,11 @@ class Shard:
         with safe_open(str(self.path), framework="pt") as file:
             for name in self.shapes:
                 yield name, file.get_tensor(name)
+
+    def reader(self) -> Callable[[str], Tensor]:
+        """Of single ones by name. The file is mapped as long as this is kept."""
+        file: Any = safe_open(str(self.path), framework="pt")
+        return lambda name: cast(Tensor, file.get_tensor(name))
 
 
 def open_shard(path: Path) -> Shard:

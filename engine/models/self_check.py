@@ -3,7 +3,8 @@
 Two halves. In small: the config shrunk to tiny width with windows of eight tokens, over three windows in chunks of
 five and beside another sequence, float32, against transformers' own eager attention and masks, with a negative
 control, and once more at the far end of the context, where some models scale by position. On the real weights: a few
-tokens, to catch what depends on them. The fused decoder is checked where its recipe fits, and used only if it passes;
+tokens, to catch what depends on them, and what the device's kernels do: in small all is done on the CPU. The fused
+decoder is checked where its recipe fits, and used only if it passes;
 else transformers' modules, swapped, are.
 """
 
@@ -13,10 +14,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata, PagedLayer
+from engine.attention.base import AttentionBackend, AttentionMetadata, HostLengths, PagedLayer
 from engine.config import StartError
 from engine.models.allow import max_exact_position, one_line
 from engine.models.attention_hook import IMPLEMENTATION, select_implementation
@@ -44,23 +46,29 @@ class PagedRun:
     def __init__(self, backbone: Backbone, num_blocks: int = 16, first_position: int = 0) -> None:
         """first_position: of every sequence's first token, whose cache slots begin at 0 all the same."""
         self._backbone = backbone
+        self._device = backbone.device
         self._first_position = first_position
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
         self._free: list[int] = order.tolist()
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         for layer in backbone.layers:
-            _attach_cache(layer, num_blocks, backbone.dtype)
+            _attach_cache(layer, num_blocks, backbone.dtype, self._device)
 
     def step(self, pieces: Sequence[tuple[int, list[int]]]) -> list[Tensor]:
-        """pieces: (sequence, its next token ids). Returns per piece the logits [num_tokens, vocab], float32."""
+        """pieces: (sequence, its next token ids). Returns per piece the logits [num_tokens, vocab], float32, on the
+        CPU."""
         first = [self._first_position + self._lengths.get(sequence, 0) for sequence, _ in pieces]
         metadata = self.metadata_for(pieces)
         positions = [start + i for start, (_, tokens) in zip(first, pieces, strict=True) for i in range(len(tokens))]
-        ids = torch.tensor([token for _, tokens in pieces for token in tokens])
+        ids = self._tensor([token for _, tokens in pieces for token in tokens])
         self._backbone.model.cover(max(positions) + 1)
-        logits = self._backbone.forward(ids, torch.tensor(positions), metadata, torch.arange(len(positions)))
-        return list(torch.split(logits, [len(tokens) for _, tokens in pieces]))
+        every = self._tensor(list(range(len(positions))))
+        logits = self._backbone.forward(ids, self._tensor(positions), metadata, every)
+        return list(torch.split(logits.cpu(), [len(tokens) for _, tokens in pieces]))
+
+    def _tensor(self, numbers: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self._device)
 
     def metadata_for(self, pieces: Sequence[tuple[int, list[int]]]) -> AttentionMetadata:
         """Advance the sequences by `pieces` and describe the step, without running it."""
@@ -80,12 +88,15 @@ class PagedRun:
             starts.append(starts[-1] + len(tokens))
         seq_lens = [self._lengths[sequence] for sequence, _ in pieces]
         return AttentionMetadata(
-            block_tables=torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int32),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            block_tables=self._tensor([table + [-1] * (width - len(table)) for table in tables], torch.int32),
+            query_start_loc=self._tensor(starts, torch.int32),
+            seq_lens=self._tensor(seq_lens, torch.int32),
+            slot_mapping=self._tensor(slots),
             max_query_len=max(len(tokens) for _, tokens in pieces),
             max_seq_len=max(seq_lens),
+            host=HostLengths(
+                np.array([len(tokens) for _, tokens in pieces], dtype=np.int32), np.array(seq_lens, dtype=np.int32)
+            ),
         )
 
     def close(self) -> None:
@@ -94,29 +105,30 @@ class PagedRun:
             layer.key_cache = layer.value_cache = None
 
 
-def _attach_cache(layer: PagedLayer, num_blocks: int, dtype: torch.dtype) -> None:
+def _attach_cache(layer: PagedLayer, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
     spec = layer.spec
     split = spec.num_kv_heads * BLOCK_SIZE * spec.key_dim
     per_block = split + spec.num_kv_heads * BLOCK_SIZE * spec.value_dim
-    blocks = torch.full((num_blocks, per_block), float("nan"), dtype=dtype)
+    blocks = torch.full((num_blocks, per_block), float("nan"), dtype=dtype, device=device)
     layer.key_cache = blocks[:, :split].view(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.key_dim)
     layer.value_cache = blocks[:, split:].view(num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.value_dim)
 
 
-def check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
-    """The first half. fuse: check the fused decoder; raises NoRecipe if this model has none.
+def check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool, stepwise: bool = False) -> Verdict:
+    """The first half, on the CPU. fuse: check the fused decoder; raises NoRecipe if this model has none. stepwise: op
+    by op, as it computes on other devices.
 
     Raises StartError if the paged model differs from transformers' or the control does not. Runs on one thread: the
     arrays are so small that waiting for a second one is all it would do."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _check_in_small(config, backend, fuse=fuse)
+        return _check_in_small(config, backend, fuse=fuse, stepwise=stepwise)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Verdict:
+def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool, stepwise: bool) -> Verdict:
     tokens = _tokens(NUM_TOKENS)
     tree, expected = _small_model(config, tokens)
     far = _far_position(config)
@@ -125,7 +137,7 @@ def _check_in_small(config: Any, backend: AttentionBackend, *, fuse: bool) -> Ve
     expected_other = _plain(tree, other)
     alone = torch.stack([_plain(tree, [token], position)[0] for position, token in enumerate(tokens)])
     select_implementation(tree, IMPLEMENTATION)
-    backbone = prepare(tree, backend, NUM_TOKENS + 1, fuse=fuse)
+    backbone = prepare(tree, backend, NUM_TOKENS + 1, fuse=fuse, stepwise=stepwise)
     first, second = _in_chunks(backbone, tokens, other)
     differences = [first - expected, second - expected_other]
     if far and all(layer.spec.chunk is None for layer in backbone.layers):  # chunks lie at absolute positions
@@ -201,11 +213,24 @@ def _keeps_bits(backbone: Backbone, tokens: list[int], reference: Tensor) -> boo
     """True if a sequence's logits are bitwise those of `reference` alone, at once, and beside six others."""
     run = PagedRun(backbone)
     alone = run.step([(0, tokens)])[0]
-    others = [(s, _tokens(3 * s, seed=s)) for s in range(1, 7)]
+    others = [(s, _tokens(3 * s, seed=s, vocab_size=min(VOCAB_SIZE, backbone.vocab_size))) for s in range(1, 7)]
     run = PagedRun(backbone, num_blocks=32)
     beside = torch.cat([run.step([(0, tokens[:1]), *others])[0], run.step([(0, tokens[1:])])[0]])
     run.close()
     return bool(torch.equal(alone, reference)) and bool(torch.equal(beside, reference))
+
+
+def keeps_bits(backbone: Backbone) -> bool:
+    """True if on its real weights a few tokens' logits have the same bits at once, in pieces and beside others."""
+    tokens = _real_tokens(backbone.vocab_size)
+    return _keeps_bits(backbone, tokens, _in_pieces(backbone, tokens))
+
+
+def _in_pieces(backbone: Backbone, tokens: list[int]) -> Tensor:
+    run = PagedRun(backbone)
+    logits = torch.cat([run.step([(0, tokens[start : start + 7])])[0] for start in range(0, len(tokens), 7)])
+    run.close()
+    return logits
 
 
 def plain_logits(tree: Any) -> Tensor:
@@ -223,10 +248,7 @@ def _real_tokens(vocab_size: int) -> list[int]:
 
 def check_real(backbone: Backbone, expected: Tensor) -> None:
     """The second half, after the swap. Raises StartError."""
-    tokens = _real_tokens(backbone.vocab_size)
-    run = PagedRun(backbone)
-    got = torch.cat([run.step([(0, tokens[start : start + 7])])[0] for start in range(0, len(tokens), 7)])
-    run.close()
+    got = _in_pieces(backbone, _real_tokens(backbone.vocab_size))
     difference = float((got - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     tolerance = REAL_TOLERANCE.get(backbone.dtype, 0.1)
     logger.info("Self-check on the real weights: difference %.1e (limit %.1e)", difference, tolerance)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.device import HOST
 from engine.models.recognise import (
     GatedReading,
     LinearParts,
@@ -49,17 +50,20 @@ class SwapReport:
         return not self.left
 
 
-def swap_modules(tree: Any, dtype: torch.dtype, max_positions: int) -> SwapReport:
-    """Swap in place. dtype: of the weights; max_positions: of the rotary tables, in tokens.
+def swap_modules(tree: Any, dtype: torch.dtype, max_positions: int, device: torch.device = HOST) -> SwapReport:
+    """Swap in place. dtype: of the weights; max_positions: of the rotary tables, in tokens. device: of the weights
+    afterwards; before, the tree is on the CPU, and one weight after the other leaves it.
 
     Original weights are released one by one; a tied LM head gets a packed copy beside the embedding table."""
     report = SwapReport()
     with torch.inference_mode():
         _swap_ropes(tree, dtype, max_positions, report)
-        _swap_mlps(tree, report)
-        _swap_linears(tree, report)
+        _swap_mlps(tree, report, device)
+        _swap_linears(tree, report, device)
         _swap_norms(tree, report)
         _swap_activations(tree, dtype, report)
+        if device != HOST:
+            _move_rest(tree, device)
     report.left = [f"{name} ({type(module).__name__})" for name, module in _computing(tree)]
     return report
 
@@ -77,7 +81,15 @@ def _swap_ropes(tree: nn.Module, dtype: torch.dtype, max_positions: int, report:
             report.rope_tables += 1
 
 
-def _swap_mlps(tree: nn.Module, report: SwapReport) -> None:
+def _move_rest(tree: nn.Module, device: torch.device) -> None:
+    """What is not packed: norms, embeddings, tables, and modules that are left as they were."""
+    tree.to(device)
+    for module in tree.modules():
+        if isinstance(module, RopeTable):
+            module.move_to(device)
+
+
+def _swap_mlps(tree: nn.Module, report: SwapReport, device: torch.device) -> None:
     """The arithmetic of one MLP speaks for all of its class and shape."""
     readings: dict[tuple[type, torch.Size], GatedReading | None] = {}
     for parent, name, child in _places(tree):
@@ -89,27 +101,30 @@ def _swap_mlps(tree: nn.Module, report: SwapReport) -> None:
             readings[key] = gated_reading(child, candidates)
         reading = readings[key]
         if reading is not None:
-            setattr(parent, name, _gated_mlp(candidates[reading.candidate], reading.kind))
+            setattr(parent, name, _gated_mlp(candidates[reading.candidate], reading.kind, device))
             report.mlps += 1
 
 
-def _gated_mlp(parts: tuple[LinearParts, LinearParts, LinearParts], kind: ActivationKind) -> GatedMLP:
+def _gated_mlp(
+    parts: tuple[LinearParts, LinearParts, LinearParts], kind: ActivationKind, device: torch.device
+) -> GatedMLP:
     gate, up, down = parts
     bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
-    return GatedMLP(PackedLinear(torch.cat([gate.weight, up.weight]), bias), _packed(down), kind)
+    gate_up = LinearParts(torch.cat([gate.weight, up.weight]), bias)
+    return GatedMLP(_packed(gate_up, device), _packed(down, device), kind)
 
 
-def _packed(parts: LinearParts, out_dtype: torch.dtype | None = None) -> PackedLinear:
-    bias: Tensor | None = None if parts.bias is None else parts.bias.detach()
-    return PackedLinear(parts.weight.detach().contiguous(), bias, out_dtype)
+def _packed(parts: LinearParts, device: torch.device, out_dtype: torch.dtype | None = None) -> PackedLinear:
+    bias: Tensor | None = None if parts.bias is None else parts.bias.detach().to(device)
+    return PackedLinear(parts.weight.detach().contiguous().to(device), bias, out_dtype)
 
 
-def _swap_linears(tree: Any, report: SwapReport) -> None:
+def _swap_linears(tree: Any, report: SwapReport, device: torch.device) -> None:
     head = tree.get_output_embeddings()
     for parent, name, child in _places(tree):
         parts = linear_parts(child)
         if parts is not None:
-            setattr(parent, name, _packed(parts, torch.float32 if child is head else None))
+            setattr(parent, name, _packed(parts, device, torch.float32 if child is head else None))
             report.linears += 1
 
 

@@ -27,6 +27,7 @@ class TreeModel:
     """A tree built for our attention implementation, weights in place, swapped or not."""
 
     quantization = "none"
+    is_capturable = False  # who knows what modelling code does
 
     def __init__(self, tree: Any, backend: AttentionBackend) -> None:
         """Raises StartError if the tree attends in a way the paged cache cannot serve."""
@@ -34,6 +35,7 @@ class TreeModel:
         self.vocab_size = int(tree.config.vocab_size)
         self.hidden_size = int(tree.config.hidden_size)
         self.dtype: torch.dtype = tree.get_input_embeddings().weight.dtype
+        self.device: torch.device = tree.get_input_embeddings().weight.device
         self._keeps_logits = "logits_to_keep" in inspect.signature(tree.forward).parameters
         self._body = _body(tree)
         self._head = None if self._body is None else _without_body(tree, self._body)
@@ -147,9 +149,10 @@ def record_calls(tree: Any) -> list[RecordedCall]:
     for module in modules:
         module.paged_layer = recorder
     # One token at all positions, and not the first of the vocabulary: that pads, and its embedding may be zero.
-    ids = torch.full((1, DRY_RUN_TOKENS), int(tree.config.vocab_size) // 2)
+    device = tree.get_input_embeddings().weight.device
+    ids = torch.full((1, DRY_RUN_TOKENS), int(tree.config.vocab_size) // 2, device=device)
     try:
-        tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS).unsqueeze(0), use_cache=False)
+        tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS, device=device).unsqueeze(0), use_cache=False)
     except StartError:
         raise
     except Exception as error:  # modelling code that insists on its own cache fails in any way it likes

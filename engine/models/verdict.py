@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engine import ops
+from engine.device import CPU, Device
 from engine.models.fused_recipe import FusedRecipe
 from engine.models.user_cache import cache_root, write_bytes
 
@@ -45,7 +46,9 @@ class Kept:
 class VerdictStore:
     """Results of earlier starts. Losing them costs a check, never correctness."""
 
-    def __init__(self, cache_dir: str | None, content_hash: str, dtype: torch.dtype, backend: str) -> None:
+    def __init__(
+        self, cache_dir: str | None, content_hash: str, dtype: torch.dtype, backend: str, device: Device = CPU
+    ) -> None:
         library = ops.LIBRARY.stat()
         parts: tuple[object, ...] = (
             VERSION,
@@ -58,6 +61,9 @@ class VerdictStore:
             torch.__version__,
             version("transformers"),
         )
+        if device.is_cuda and ops.CUDA_LIBRARY is not None:
+            kernels = ops.CUDA_LIBRARY.stat()
+            parts += (device.name, device.capability, kernels.st_size, kernels.st_mtime_ns)
         name = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         self._path: Path = cache_root(cache_dir) / "self_check" / f"{name}.json"
 

@@ -63,6 +63,11 @@ class Weights(ABC):
         """`tensors` for a reader who leaves most of them alone: each may be made when it is asked for, every time."""
         return dict(self.tensors(dtype))
 
+    def streamed(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """`tensors` for a reader who takes each away, one after the other: where that is possible none is read, or
+        turned into `dtype`, before it is asked for."""
+        return dict(self.tensors(dtype))
+
     def quantised(self, name: str) -> QuantisedWeight | None:
         """A matrix in the smallest form that holds what is stored; None if that is floating point. Raises
         StartError."""
@@ -123,6 +128,9 @@ class FolderWeights(_Folder):
             for name, tensor in shard.tensors():
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
+    def streamed(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return _Streamed(self._shards, dtype)
+
     def _hash(self) -> str:
         """Config, headers, and sizes and times of the files. Nothing that is computed from the tensors is stored
         under this hash, only the verdict of the self-check on this config, so a hundred gigabytes need not be read:
@@ -133,6 +141,28 @@ class FolderWeights(_Folder):
             digest.update(f"\0{shard.path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
             digest.update(shard.header)
         return digest.hexdigest()
+
+
+class _Streamed(Mapping[str, Tensor]):
+    """Tensors of safetensors files, each read when somebody looks at its numbers and turned into `dtype` when it is
+    asked for."""
+
+    def __init__(self, shards: list[safetensors_files.Shard], dtype: torch.dtype) -> None:
+        self._reader_of = {name: read for shard in shards for read in (shard.reader(),) for name in shard.shapes}
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._reader_of[name](name)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader_of)
+
+    def __len__(self) -> int:
+        return len(self._reader_of)
 
 
 class GgufWeights(Weights):
