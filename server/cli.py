@@ -102,15 +102,17 @@ def _serve(settings: Settings) -> int:
         from uvloop import new_event_loop as loop_factory
     except ImportError:  # there is no uvloop for Windows
         loop_factory = None
+    died = False
     try:
         code = lifecycle.serve(settings, lambda: AsyncEngine(config), listener, loop_factory)
+        died = code != 0
     except StartError as error:
         print(f"pagemill: {error}", file=sys.stderr)
         code = 1
     except Exception:
         logging.getLogger("pagemill.server").critical("the server failed", exc_info=True)
         code = 1
-    lifecycle.leave(code)
+    lifecycle.leave(code, died=died)
     return code
 
 

@@ -325,12 +325,12 @@ def process_started_s() -> float:
     return now - age_s
 
 
-def leave(code: int) -> None:
+def leave(code: int, *, died: bool = False) -> None:
     """End the process. A compute thread that is still in native code would make a normal exit wait or crash, and so
-    may, after a failure, what the interpreter takes apart on its way out: memory of a device that is lost."""
+    may, if the engine died, what the interpreter takes apart on its way out: memory of a device that is lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    if code or any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
+    if died or any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
         os._exit(code)
     sys.exit(code)
