@@ -80,7 +80,7 @@ def decode(place: Place) -> None:
             rate = num_seqs * context * TOKEN_BYTES / seconds
             place.results.tell(
                 f"decode attention {num_seqs} x {context}", rate / 1e9, "GB/s", share=rate / place.copy_rate(),
-                of="copy rate", aim=DECODE_AIM, note=f"{seconds * 1e6:.1f} us{how and ', ' + how}",
+                of="copy rate", aim=place.sized(DECODE_AIM, None), note=f"{seconds * 1e6:.1f} us{how and ', ' + how}",
             )  # fmt: skip
 
 
