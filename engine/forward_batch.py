@@ -89,7 +89,7 @@ class ForwardBatch:
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
         )
-        sampled, sources, logits_rows = _logits_rows(batch)
+        sampled, sources, wanted = logits_rows(batch)
         of_computed = np.zeros(len(every), dtype=np.int64)
         of_computed[computed] = ends  # by index into batch.rows: flat place behind the last token
         of_sampled = every[np.array(sampled, dtype=np.int64)]
@@ -97,7 +97,7 @@ class ForwardBatch:
             input_ids=torch.from_numpy(table.token_ids[row_of, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
             metadata=metadata,
-            logits_indices=torch.from_numpy(of_computed[np.array(logits_rows, dtype=np.int64)] - 1),
+            logits_indices=torch.from_numpy(of_computed[np.array(wanted, dtype=np.int64)] - 1),
             sampled=sampled,
             logits_source=np.array(sources, dtype=np.int64),
             sampled_rows=of_sampled[:, 0].copy(),
@@ -110,7 +110,7 @@ class ForwardBatch:
         )
 
 
-def _logits_rows(batch: ScheduledBatch) -> tuple[tuple[int, ...], list[int], list[int]]:
+def logits_rows(batch: ScheduledBatch) -> tuple[tuple[int, ...], list[int], list[int]]:
     """Which rows sample, from which logits row, and the row (index into batch.rows) that makes each logits row."""
     logits_row: dict[int, int] = {}  # index into batch.rows -> logits row
     sampled, sources = [], []

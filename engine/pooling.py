@@ -49,19 +49,35 @@ class Pooler:
         start = 0
         for index, row in enumerate(batch.rows):
             end = start + row.num_scheduled
-            pooled = self._rows.get(row.row)
-            if pooled is not None and row.num_scheduled:
-                vector = _take(pooled, row, hidden_states[start:end])
-                if vector is not None:
-                    del self._rows[row.row]
-                    outputs[index] = _output(vector)
+            if row.row in self._rows and row.num_scheduled:
+                output = self.take(row, hidden_states[start:end])
+                if output is not None:
+                    outputs[index] = output
             start = end
         return outputs
 
+    def num_wanted(self, row: ScheduledRow) -> int:
+        """How many of the last tokens of a pooled row's chunk `take` looks at."""
+        pooled = self._rows[row.row]
+        return row.num_scheduled if pooled.pooling == "mean" else int(_is_last(pooled, row))
+
+    def take(self, row: ScheduledRow, hidden_states: Tensor) -> RowOutput | None:
+        """The next chunk of a pooled row. hidden_states: [num_tokens, hidden_size], on the CPU, of all its tokens or
+        of the last `num_wanted`. The vector, once it is complete."""
+        vector = _take(self._rows[row.row], row, hidden_states)
+        if vector is None:
+            return None
+        del self._rows[row.row]
+        return _output(vector)
+
+
+def _is_last(pooled: _PooledRow, row: ScheduledRow) -> bool:
+    return row.num_computed + row.num_scheduled == pooled.num_prompt_tokens
+
 
 def _take(pooled: _PooledRow, row: ScheduledRow, hidden_states: Tensor) -> npt.NDArray[np.float32] | None:
-    """hidden_states: [row.num_scheduled, hidden_size]. The vector, once it is complete."""
-    is_last = row.num_computed + row.num_scheduled == pooled.num_prompt_tokens
+    """The vector, once it is complete."""
+    is_last = _is_last(pooled, row)
     if pooled.pooling == "last":
         return _numbers(hidden_states[-1]) if is_last else None
     if pooled.total is None:

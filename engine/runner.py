@@ -6,6 +6,7 @@ No queues, no threads, no decisions: what to compute is in the `ScheduledBatch`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,32 +115,38 @@ class ModelRunner:
             logits, forward.logits_source, rows, ends, table.token_ids, table.num_prompt_tokens
         )
         for index, output in zip(forward.sampled, sampled, strict=True):
-            outputs[index] = output if index not in scores else _both(scores[index], output)
+            outputs[index] = output if index not in scores else join_told(scores[index], output)
         drawn = [output.token_ids[0] if output.token_ids else 0 for output in sampled]
         table.token_ids[rows, ends] = drawn  # without a token the row ends, or is told of another one
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
-        """One step of one token and one of a few blocks on block 0 and up, before anybody waits for it: they go
-        through the code of every later step. A step of the full budget would take as long as one, to no end.
-
-        The blocks written are free and unhashed, so nothing reads them later."""
-        room = self.kv_cache.num_blocks * self.kv_cache.block_size
+        """The steps of `warm_up_batches`."""
         longest = self.table.token_ids.shape[1] - 1
-        for num_tokens in (1, min(WARM_UP_TOKENS, max_num_batched_tokens, room, longest)):
-            num_blocks = -(-num_tokens // self.kv_cache.block_size)
-            new = NewRow(
-                row=0,
-                token_ids=(0,) * num_tokens,
-                num_prompt_tokens=num_tokens,
-                block_tables=(tuple(range(num_blocks)),),
-                params=SamplingParams(temperature=0.0),
-                seed_key=0,
-                eos_token_ids=(),
-            )
-            row = ScheduledRow(row=0, num_computed=0, num_scheduled=num_tokens, logits_from=0)
-            self.launch(ScheduledBatch(step_id=-1, new_rows=(new,), rows=(row,))).result()
+        for batch in warm_up_batches(self.kv_cache, min(max_num_batched_tokens, longest)):
+            self.launch(batch).result()
         self.table.apply(ScheduledBatch(step_id=-1, freed_rows=(0,)))
 
 
-def _both(score: RowOutput, sampled: RowOutput) -> RowOutput:
+def warm_up_batches(kv_cache: KVCache, max_tokens: int) -> Iterator[ScheduledBatch]:
+    """One step of one token and one of a few blocks on row 0 and block 0 and up, before anybody waits for it: they go
+    through the code of every later step. A step of the full budget would take as long as one, to no end.
+
+    The blocks written are free and unhashed, so nothing reads them later."""
+    for num_tokens in (1, min(WARM_UP_TOKENS, max_tokens, kv_cache.num_blocks * kv_cache.block_size)):
+        num_blocks = -(-num_tokens // kv_cache.block_size)
+        new = NewRow(
+            row=0,
+            token_ids=(0,) * num_tokens,
+            num_prompt_tokens=num_tokens,
+            block_tables=(tuple(range(num_blocks)),),
+            params=SamplingParams(temperature=0.0),
+            seed_key=0,
+            eos_token_ids=(),
+        )
+        row = ScheduledRow(row=0, num_computed=0, num_scheduled=num_tokens, logits_from=0)
+        yield ScheduledBatch(step_id=-1, new_rows=(new,), rows=(row,))
+
+
+def join_told(score: RowOutput, sampled: RowOutput) -> RowOutput:
+    """One output of what was told of a row's prompt and what the row has drawn."""
     return score if score.error else sampled._replace(prompt_logprobs=score.prompt_logprobs)

@@ -88,8 +88,10 @@ class GrammarRow:
         return self.matcher is not None and bool(self.matcher.is_error())
 
     def take(self, token_id: int) -> None:
-        """One more output token."""
+        """One more output token. What a step that was on its way drew behind the end of the text is nothing."""
         self.num_seen += 1
+        if self.ended:
+            return
         if self.phase is Phase.GRAMMAR:
             self.matcher.consume_token(token_id)
         elif self.phase is Phase.THINKING:
@@ -179,6 +181,8 @@ class GrammarRows:
         banned: dict[int, Sequence[int]] = {}
         of = np.full(len(rows), -1, dtype=np.int64)
         for i, state in states.items():
+            if state.ended:  # the step was on its way when the end was drawn: nobody wants its token
+                continue
             if state.failed:
                 failed[i] = self._end_of(state, contexts[i].params)
             elif state.phase is Phase.THINKING:  # an end here would leave the form empty
@@ -232,7 +236,11 @@ class GrammarRows:
 
     def _compute(self, states: dict[int, GrammarRow]) -> None:
         """The masks of all rows whose grammar is awake, with the interpreter lock released."""
-        awake = [(s.matcher, i) for i, s in states.items() if s.phase is not Phase.THINKING and s.matcher is not None]
+        awake = [
+            (s.matcher, i)
+            for i, s in states.items()
+            if s.phase is not Phase.THINKING and s.matcher is not None and not s.ended
+        ]
         if not awake:
             return
         masks = self._mask_table()

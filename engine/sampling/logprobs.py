@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine import ops
 from engine.outputs import PromptLogprobs, TokenLogprobs
+
+Answer = tuple[float, TokenLogprobs]  # the chosen id's logprob, and the alternatives
 
 SLICE = 64  # rows of logits that exist at a time: 64 x 150,000 ids are 38 MB
 
@@ -31,22 +34,34 @@ class Question:
     named: tuple[int, ...] = ()
 
 
-def answers(logits: Tensor, questions: Sequence[Question]) -> list[tuple[float, TokenLogprobs]]:
+def answers(logits: Tensor, questions: Sequence[Question]) -> list[Answer]:
     """Per question the logprob of the chosen id, and the alternatives: the most likely ids, then those named that are
     not among them. Banned ids (-inf) are left out. logits: [rows, vocab] float32."""
     if not questions:
         return []
-    ids = np.zeros((len(questions), 1 + max(len(q.named) for q in questions)), dtype=np.int64)
-    for asked, question in zip(ids, questions, strict=True):
-        asked[: 1 + len(question.named)] = question.chosen, *question.named
     told = ops.logprobs_topn(
         logits,
-        torch.from_numpy(ids),
+        torch.from_numpy(ids_asked(questions)),
         max(q.count for q in questions),
         source=torch.tensor([q.row for q in questions], dtype=torch.int64),
     )
-    rows = zip(questions, told.logprobs.tolist(), told.top_ids.tolist(), told.top_logprobs.tolist(), strict=True)
-    return [(logprobs[0], _alternatives(q, logprobs[1:], ids, top)) for q, logprobs, ids, top in rows]
+    return answers_from(questions, told.logprobs.tolist(), told.top_ids.tolist(), told.top_logprobs.tolist())
+
+
+def ids_asked(questions: Sequence[Question]) -> npt.NDArray[np.int64]:
+    """Per question the chosen id, then the named ones: [len(questions), num_ids]; zeros where it has fewer."""
+    ids = np.zeros((len(questions), 1 + max(len(q.named) for q in questions)), dtype=np.int64)
+    for asked, question in zip(ids, questions, strict=True):
+        asked[: 1 + len(question.named)] = question.chosen, *question.named
+    return ids
+
+
+def answers_from(
+    questions: Sequence[Question], logprobs: list[list[float]], top_ids: list[list[int]], top: list[list[float]]
+) -> list[Answer]:
+    """As `answers`, from what ops.logprobs_topn told of `ids_asked`."""
+    rows = zip(questions, logprobs, top_ids, top, strict=True)
+    return [(of_ids[0], _alternatives(q, of_ids[1:], ids, best)) for q, of_ids, ids, best in rows]
 
 
 def _alternatives(question: Question, named: list[float], top_ids: list[int], top: list[float]) -> TokenLogprobs:

@@ -7,6 +7,7 @@ Order per row: penalties, biases and bans, the grammar's mask, temperature, top-
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from engine.batch import RowOutput
 from engine.beam import num_candidates
 from engine.sampling.grammar import GrammarRows
 from engine.sampling.logits import Float32s, Int32s, RowContext, bias_of, biases, is_special, penalties
-from engine.sampling.logprobs import Question, answers
+from engine.sampling.logprobs import Answer, Question, answers
 from engine.sampling_params import SamplingParams
 from engine.structured import GrammarStore
 
@@ -102,7 +103,7 @@ class Sampler:
         banned = {i: context.banned for i, context in contexts.items() if context.banned}
         banned |= {i: (*banned.get(i, ()), *ids) for i, ids in told.banned.items()}
         given = {i: bias for i in contexts if (bias := self.rows.bias[rows[i]]) is not None}
-        drawn_rows = [i for i, context in contexts.items() if _tells_drawn(context.params)]
+        drawn_rows = [i for i, context in contexts.items() if tells_drawn(context.params)]
         drawn = self._drawn(drawn_rows, len(rows)) if drawn_rows else None
         ids = self._draw(
             logits, source, rows, lengths, penalties=penalties(contexts, len(rows)),
@@ -112,11 +113,11 @@ class Sampler:
         for i, end in told.failed.items():
             outputs[i] = end
         asked = {i: context for i, context in contexts.items() if outputs[i].error is None}
-        raw = {i: _question(int(source[i]), ids[i], c) for i, c in asked.items() if i not in drawn_rows}
-        processed = {i: _question(at, ids[i], contexts[i]) for at, i in enumerate(drawn_rows) if i in asked}
-        _tell(outputs, logits, {i: q for i, q in raw.items() if q is not None}, contexts)
+        raw = {i: question_of(int(source[i]), ids[i], c) for i, c in asked.items() if i not in drawn_rows}
+        processed = {i: question_of(at, ids[i], contexts[i]) for at, i in enumerate(drawn_rows) if i in asked}
+        tell(outputs, _answers(logits, raw), contexts)
         if drawn is not None:
-            _tell(outputs, drawn.logits, {i: q for i, q in processed.items() if q is not None}, contexts)
+            tell(outputs, _answers(drawn.logits, processed), contexts)
         for i, context in asked.items():
             if context.params.structured is not None and self.grammars.take(int(rows[i]), outputs[i].token_ids):
                 outputs[i] = outputs[i]._replace(ends=True)
@@ -157,7 +158,8 @@ class Sampler:
         )
 
 
-def _question(row: int, token_id: int, context: RowContext) -> Question | None:
+def question_of(row: int, token_id: int, context: RowContext) -> Question | None:
+    """What a row that samples from logits row `row` wants told beside the id it has drawn."""
     params = context.params
     if params.beam is not None:
         return Question(row, 0, num_candidates(params, context.eos_token_ids))
@@ -166,16 +168,20 @@ def _question(row: int, token_id: int, context: RowContext) -> Question | None:
     return Question(row, token_id, params.logprobs, params.logprob_token_ids)
 
 
-def _tell(
-    outputs: list[RowOutput], logits: Tensor, questions: dict[int, Question], contexts: dict[int, RowContext]
-) -> None:
+def _answers(logits: Tensor, asked: Mapping[int, Question | None]) -> dict[int, Answer]:
+    questions = {i: question for i, question in asked.items() if question is not None}
+    return dict(zip(questions, answers(logits, list(questions.values())), strict=True))
+
+
+def tell(outputs: list[RowOutput], told: Mapping[int, Answer], contexts: Mapping[int, RowContext]) -> None:
     """Put what was asked into the outputs; a beam search's row has no token of its own, only its candidates."""
-    for i, (logprob, top) in zip(questions, answers(logits, list(questions.values())), strict=True):
+    for i, (logprob, top) in told.items():
         if contexts[i].params.beam is not None:
             outputs[i] = RowOutput(top_logprobs=(top,))
         else:
             outputs[i] = RowOutput(outputs[i].token_ids, (logprob,), (top,))
 
 
-def _tells_drawn(params: SamplingParams) -> bool:
+def tells_drawn(params: SamplingParams) -> bool:
+    """Whether its logprobs are of the distribution that the token was drawn from."""
     return params.logprobs_mode == "processed" and params.logprobs is not None and params.beam is None

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import ops
-from engine.sampling.reference import Draw, candidates
+from engine.sampling import drawn
+from engine.sampling.reference import Draw, candidates, exponential
 from engine.sampling_params import SamplingParams
 from tests.engine.test_sampler import VOCAB, greedy, rising, sample
 
@@ -152,3 +153,26 @@ def test_a_processed_row_that_is_not_finite_fails_alone(temperature: float) -> N
     bad, good = sample(logits, [params, params])
     assert bad.error is not None
     assert good.error is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "equal", "banned", "one"])
+def test_in_torch_it_is_the_same_to_the_bit(kind: str) -> None:
+    """As devices tell it: sampling/drawn.py, all cuts in one batch."""
+    params = [SamplingParams(temperature=t, **cut) for t in (0.05, 0.8, 50.0, 0.0) for cut in CUTS]
+    logits = rows(kind)
+    told = drawn.drawn_from(
+        logits.repeat(len(params), 1),
+        torch.tensor([each.temperature for each in params], dtype=torch.float32),
+        torch.tensor([each.top_k for each in params], dtype=torch.int32),
+        torch.tensor([each.top_p for each in params], dtype=torch.float32),
+        torch.tensor([each.min_p for each in params], dtype=torch.float32),
+        torch.tensor([each.greedy for each in params], dtype=torch.uint8),
+    )
+    for row, each in zip(told, params, strict=True):
+        assert torch.equal(row, logits if each.greedy else expected(logits, each))
+
+
+def test_the_exponential_is_that_of_the_rule() -> None:
+    exponents = -torch.rand(10_000, generator=torch.Generator().manual_seed(1)) * 40
+    exponents[:3] = torch.tensor([0.0, -30.0, -torch.inf])
+    assert np.array_equal(drawn.exponential(exponents).numpy(), exponential(exponents.numpy()))
