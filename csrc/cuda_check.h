@@ -74,4 +74,24 @@ const T* device_data(const char* op, const char* argument, const std::optional<T
   return static_cast<const T*>(tensor->const_data_ptr());
 }
 
+// One value per row of logits, on the device.
+template <typename T>
+const T* per_row(const char* op, const char* argument, const Tensor& tensor, int64_t rows, ScalarType type) {
+  check_shape(op, argument, tensor, "[rows]", {rows});
+  return device_data<T>(op, argument, tensor, type);
+}
+
+// [rows, vocab] float32, rows at a stride.
+inline float* logits_data(const char* op, const Tensor& logits) {
+  constexpr int64_t kMaxVocab = int64_t(1) << 22;  // 2^22 weights of at most 2^40 sum without overflow
+  check_cuda(op, "logits", logits);
+  check_shape(op, "logits", logits, "[rows, vocab]", {-1, -1});
+  check_dtype(op, "logits", logits, ScalarType::Float);
+  check_rows(op, "logits", logits);
+  if (logits.size(1) < 1 || logits.size(1) > kMaxVocab) {
+    fail(op, "logits", "wanted 1 to ", kMaxVocab, " columns, got ", shape_text(logits));
+  }
+  return static_cast<float*>(logits.mutable_data_ptr());
+}
+
 }  // namespace pagemill

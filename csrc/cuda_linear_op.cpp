@@ -28,10 +28,10 @@ const void* residual_data(const char* op, const std::optional<Tensor>& residual,
   return residual->const_data_ptr();
 }
 
-void check_half(const char* op, const char* argument, const Tensor& tensor) {
+void check_type(const char* op, const char* argument, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();
-  if (type == ScalarType::BFloat16 || type == ScalarType::Half) return;
-  fail(op, argument, "wanted bfloat16 or float16, got ", dtype_text(type));
+  if (type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half) return;
+  fail(op, argument, "wanted float32, bfloat16 or float16, got ", dtype_text(type));
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ void check_half(const char* op, const char* argument, const Tensor& tensor) {
 Tensor pack_linear(const Tensor weight, bool gated) {
   const char* op = "pack_linear";
   check_cuda(op, "weight", weight);
-  check_half(op, "weight", weight);
+  check_type(op, "weight", weight);
   check_shape(op, "weight", weight, "[out_features, in_features]", {-1, -1});
   check_rows(op, "weight", weight);
   if (gated && weight.size(0) % 2 != 0) {
@@ -53,7 +53,7 @@ Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> b
               bool float32_out, const std::optional<std::string> activation, const std::optional<Tensor> residual) {
   const char* op = "linear";
   check_cuda(op, "x", x);
-  check_half(op, "x", x);
+  check_type(op, "x", x);
   check_shape(op, "x", x, "[rows, in_features]", {-1, -1});
   check_rows(op, "x", x);
   const bool gated = activation.has_value();
@@ -63,7 +63,8 @@ Tensor linear(const Tensor x, const Tensor packed, const std::optional<Tensor> b
   check_shape(op, "packed", packed, "[out_features, in_features]", {weight_rows, in_features});
   check_rows(op, "packed", packed);
   Tensor out = torch::stable::new_empty(x, {rows, out_features}, float32_out ? ScalarType::Float : x.scalar_type());
-  const int64_t bytes = pagemill_linear_workspace(rows, weight_rows, in_features);
+  const bool splits = x.scalar_type() != ScalarType::Float;
+  const int64_t bytes = splits ? pagemill_linear_workspace(rows, weight_rows, in_features) : 0;
   Tensor workspace = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
   const int64_t kind = gated ? activation_code(op, "activation", *activation) : 0;
   const DeviceCall call(op, x);

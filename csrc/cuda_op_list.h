@@ -27,6 +27,45 @@ Tensor activation(const Tensor x, std::string kind);
 Tensor gated_activation(const Tensor x, std::string kind);
 Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
               const Tensor greedy, const Tensor seed_keys, const Tensor positions);
+Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p,
+                     const Tensor min_p, const Tensor greedy, const Tensor seed_keys, const Tensor positions,
+                     const std::optional<Tensor> source, const std::optional<Tensor> penalties,
+                     const std::optional<Tensor> token_ids, const std::optional<Tensor> token_starts,
+                     const std::optional<Tensor> output_starts, const std::optional<Tensor> bias_ids,
+                     const std::optional<Tensor> bias_values, const std::optional<Tensor> bias_starts,
+                     const std::optional<Tensor> masks, const std::optional<Tensor> mask_of,
+                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at);
 Tensor logprobs_of(const Tensor logits, const Tensor ids);
+std::tuple<Tensor, Tensor, Tensor, Tensor> logprobs_topn(const Tensor logits, const Tensor ids, int64_t num_top,
+                                                         const std::optional<Tensor> source, bool ranks);
+
+void shape_logits(Tensor logits, double scale, double softcap);
+void load_counts(Tensor counts, Tensor prompt_bits, const Tensor rows, const Tensor token_ids, const Tensor num_prompt,
+                 const Tensor num_tokens);
+void count_tokens(Tensor counts, const Tensor rows, const Tensor ids);
+void apply_penalties(Tensor logits, const Tensor rows, const Tensor counts, const Tensor prompt_bits,
+                     const Tensor presence, const Tensor frequency, const Tensor repetition);
+void add_bias(Tensor logits, const Tensor rows, const Tensor ids, const Tensor values);
+void apply_token_bitmask(Tensor logits, const Tensor masks, const std::optional<Tensor> mask_of);
+
+void rotary(Tensor query, Tensor key, const Tensor cos, const Tensor sin, const Tensor positions);
+void qk_norm(Tensor query, Tensor key, const Tensor query_weight, const Tensor key_weight, double eps,
+             std::string variant, const std::optional<Tensor> cos, const std::optional<Tensor> sin,
+             const Tensor positions);
+void rope_and_cache(Tensor query, Tensor key, const Tensor value, const std::optional<Tensor> query_weight,
+                    const std::optional<Tensor> key_weight, double eps, std::string variant,
+                    const std::optional<Tensor> cos, const std::optional<Tensor> sin, const Tensor positions,
+                    Tensor key_cache, Tensor value_cache, const Tensor slot_mapping,
+                    const std::optional<Tensor> key_scale, const std::optional<Tensor> value_scale);
+
+void prepare_batch(const Tensor token_ids, const Tensor row_tables, int64_t block_size, const Tensor rows,
+                   const Tensor computed, const Tensor counts, Tensor input_ids, Tensor positions, Tensor slot_mapping,
+                   Tensor query_start_loc, Tensor seq_lens, Tensor block_tables, Tensor logits_indices);
+void advance_batch(Tensor token_ids, const Tensor row_tables, int64_t block_size, const Tensor rows, const Tensor drawn,
+                   const Tensor num_seqs, Tensor input_ids, Tensor positions, Tensor slot_mapping, Tensor seq_lens);
+void store_tokens(Tensor token_ids, const Tensor rows, const Tensor positions, const Tensor drawn);
+void copy_blocks(const std::vector<Tensor> caches, const Tensor pairs);
+void gather_blocks(const std::vector<Tensor> caches, const Tensor ids, Tensor staging);
+void scatter_blocks(const std::vector<Tensor> caches, const Tensor ids, const Tensor staging);
 
 }  // namespace pagemill::cuda

@@ -1,4 +1,4 @@
-// Norms, activations and sampling on CUDA tensors: argument checks and the launch.
+// Norms and activations on CUDA tensors: argument checks and the launch.
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
@@ -52,19 +52,6 @@ Tensor norm(const char* op, const Tensor& x, const Tensor* residual, const Tenso
   return out;
 }
 
-void check_logits(const char* op, const Tensor& logits) {
-  check_cuda(op, "logits", logits);
-  check_shape(op, "logits", logits, "[rows, vocab]", {-1, -1});
-  check_dtype(op, "logits", logits, ScalarType::Float);
-  check_rows(op, "logits", logits);
-}
-
-template <typename T>
-const T* per_row(const char* op, const char* argument, const Tensor& tensor, int64_t rows, ScalarType type) {
-  check_shape(op, argument, tensor, "[rows]", {rows});
-  return device_data<T>(op, argument, tensor, type);
-}
-
 }  // namespace
 
 Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant) {
@@ -102,38 +89,6 @@ Tensor gated_activation(const Tensor x, std::string kind) {
   call.check(pagemill_gated_activation(x.const_data_ptr(), out.mutable_data_ptr(), out.numel() / width, width,
                                        activation_code(op, "kind", kind), element_code(op, "x", x), call.stream()));
   return out;
-}
-
-Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k, const Tensor top_p, const Tensor min_p,
-              const Tensor greedy, const Tensor seed_keys, const Tensor positions) {
-  const char* op = "sample";
-  check_logits(op, logits);
-  const int64_t rows = logits.size(0);
-  const ScalarType flag = greedy.scalar_type() == ScalarType::Bool ? ScalarType::Bool : ScalarType::Byte;
-  Tensor ids = torch::stable::new_empty(logits, {rows}, ScalarType::Long);
-  const DeviceCall call(op, logits);
-  call.check(pagemill_sample(static_cast<const float*>(logits.const_data_ptr()), rows, logits.size(1), logits.stride(0),
-                             per_row<float>(op, "temperature", temperature, rows, ScalarType::Float),
-                             per_row<int32_t>(op, "top_k", top_k, rows, ScalarType::Int),
-                             per_row<float>(op, "top_p", top_p, rows, ScalarType::Float),
-                             per_row<float>(op, "min_p", min_p, rows, ScalarType::Float),
-                             per_row<uint8_t>(op, "greedy", greedy, rows, flag),
-                             per_row<int64_t>(op, "seed_keys", seed_keys, rows, ScalarType::Long),
-                             per_row<int64_t>(op, "positions", positions, rows, ScalarType::Long),
-                             static_cast<int64_t*>(ids.mutable_data_ptr()), call.stream()));
-  return ids;
-}
-
-Tensor logprobs_of(const Tensor logits, const Tensor ids) {
-  const char* op = "logprobs_of";
-  check_logits(op, logits);
-  check_shape(op, "ids", ids, "[rows, num_ids]", {logits.size(0), -1});
-  Tensor logprobs = torch::stable::new_empty(logits, {logits.size(0), ids.size(1)}, ScalarType::Float);
-  const DeviceCall call(op, logits);
-  call.check(pagemill_logprobs_of(static_cast<const float*>(logits.const_data_ptr()), logits.size(0), logits.size(1),
-                                  logits.stride(0), device_data<int64_t>(op, "ids", ids, ScalarType::Long), ids.size(1),
-                                  static_cast<float*>(logprobs.mutable_data_ptr()), call.stream()));
-  return logprobs;
 }
 
 }  // namespace pagemill::cuda

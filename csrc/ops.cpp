@@ -1,5 +1,6 @@
-// The whole schema of torch.ops.pagemill and its CPU registration, over torch's stable ABI (target 2.11): one built
-// file loads in every torch from 2.11 on. Shapes and meanings are documented once, in engine/ops.py.
+// The whole schema of torch.ops.pagemill and its CPU registration (CUDA's is in cuda_ops.cpp), over torch's stable ABI
+// (target 2.11): one built file loads in every torch from 2.11 on. Shapes and meanings are documented once, in
+// engine/ops.py and engine/device_ops.py.
 #include <torch/csrc/stable/library.h>
 
 #include "op_list.h"
@@ -53,6 +54,45 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
   library.def(
       "logprobs_topn(Tensor logits, Tensor ids, int num_top, Tensor? source, bool ranks) -> (Tensor, Tensor, Tensor, "
       "Tensor)");
+
+  // ---- what only a device's path uses: engine/device_ops.py ------------------------------------------------------
+  library.def(
+      "paged_attention_into(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+      "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, int window, int chunk, float softcap, "
+      "Tensor? sinks, Tensor? key_scale, Tensor? value_scale, Tensor(b!) workspace, int max_query_len, "
+      "int max_seq_len) -> ()");
+  library.def(
+      "paged_attention_workspace(int num_seqs, int max_query_len, int max_seq_len, int num_query_heads, "
+      "int num_kv_heads, int value_dim) -> int");
+  library.def(
+      "reshape_and_cache_scaled(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, Tensor? key_scale, Tensor? value_scale) -> ()");
+  library.def(
+      "prepare_batch(Tensor token_ids, Tensor row_tables, int block_size, Tensor rows, Tensor computed, Tensor counts, "
+      "Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) slot_mapping, Tensor(d!) query_start_loc, "
+      "Tensor(e!) seq_lens, Tensor(f!) block_tables, Tensor(g!) logits_indices) -> ()");
+  library.def(
+      "advance_batch(Tensor(a!) token_ids, Tensor row_tables, int block_size, Tensor rows, Tensor drawn, "
+      "Tensor num_seqs, Tensor(b!) input_ids, Tensor(c!) positions, Tensor(d!) slot_mapping, Tensor(e!) seq_lens) -> "
+      "()");
+  library.def("store_tokens(Tensor(a!) token_ids, Tensor rows, Tensor positions, Tensor drawn) -> ()");
+  library.def(
+      "load_counts(Tensor(a!) counts, Tensor(b!) prompt_bits, Tensor rows, Tensor token_ids, Tensor num_prompt, "
+      "Tensor num_tokens) -> ()");
+  library.def("count_tokens(Tensor(a!) counts, Tensor rows, Tensor ids) -> ()");
+  library.def(
+      "apply_penalties(Tensor(a!) logits, Tensor rows, Tensor counts, Tensor prompt_bits, Tensor presence, "
+      "Tensor frequency, Tensor repetition) -> ()");
+  library.def("add_bias(Tensor(a!) logits, Tensor rows, Tensor ids, Tensor values) -> ()");
+  library.def("apply_token_bitmask(Tensor(a!) logits, Tensor masks, Tensor? mask_of) -> ()");
+  library.def("rotary(Tensor(a!) query, Tensor(b!) key, Tensor cos, Tensor sin, Tensor positions) -> ()");
+  library.def(
+      "qk_norm(Tensor(a!) query, Tensor(b!) key, Tensor query_weight, Tensor key_weight, float eps, str variant, "
+      "Tensor? cos, Tensor? sin, Tensor positions) -> ()");
+  library.def(
+      "rope_and_cache(Tensor(a!) query, Tensor(b!) key, Tensor value, Tensor? query_weight, Tensor? key_weight, "
+      "float eps, str variant, Tensor? cos, Tensor? sin, Tensor positions, Tensor(c!) key_cache, "
+      "Tensor(d!) value_cache, Tensor slot_mapping, Tensor? key_scale, Tensor? value_scale) -> ()");
 }
 
 // Ops without tensors belong to no device.

@@ -1,5 +1,5 @@
-"""Typed wrappers over the ops of `torch.ops.pagemill` that only a device's path uses: batches made on the device, edits
-of logits against state kept there, positions and cache in one pass, attention into buffers that were there before.
+"""Typed wrappers over the ops of `torch.ops.pagemill` that only a device's path uses: batches made on the device,
+edits of logits against state kept there, positions and cache in one pass, attention into buffers that are there.
 
 As in engine/ops.py every op checks its arguments and raises RuntimeError; values that lie on the device (rows, slots,
 lengths, ids) are not looked at, for that would wait for it. Outputs are passed in, nothing waits for the device, and
@@ -35,7 +35,7 @@ class BatchBuffers(NamedTuple):
 
 def prepare_batch(
     token_ids: Tensor,  # [num_rows, max_tokens], int32
-    row_tables: Tensor,  # [num_rows, max_blocks], int32, max_blocks >= width; the block of position p is p / block_size
+    row_tables: Tensor,  # [num_rows, max_blocks], int32, max_blocks >= width: the blocks of each row in order
     block_size: int,
     rows: Tensor,  # [num_seqs], int64: the row each sequence is in; negative: padding
     computed: Tensor,  # [num_seqs], int32: tokens whose K and V are in the cache
@@ -44,8 +44,8 @@ def prepare_batch(
 ) -> None:
     """Fill `to` for sequences that compute tokens [computed, computed + counts) of their rows.
 
-    Padding computes `counts` tokens of id 0 at position 0 and slot -1, sees no key and writes none, so a batch is padded
-    to a bucket by rows of -1. num_tokens must be the sum of counts; what lies behind is left alone."""
+    Padding computes `counts` tokens of id 0 at position 0 and slot -1, sees no key and writes none, so a batch is
+    padded to a bucket by rows of -1. num_tokens must be the sum of counts; what lies behind is left alone."""
     _ops.prepare_batch(token_ids, row_tables, block_size, rows, computed, counts, *to)
 
 
@@ -114,8 +114,8 @@ def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
 def apply_token_bitmask(logits: Tensor, masks: Tensor, mask_of: Tensor | None = None) -> None:
     """Logits [n, vocab] of ids whose bit is not set become -inf, in place.
 
-    masks [num_masks, words], int32: bit id % 32 of word id / 32, ids past the last word are banned. mask_of [n], int64:
-    the mask of each row, -1 for none; None: row i has mask i."""
+    masks [num_masks, words], int32: bit id % 32 of word id / 32; ids past the last word are banned. mask_of [n]:
+    int64, the mask of each row, -1 for none; None: row i has mask i."""
     _ops.apply_token_bitmask(logits, masks, mask_of)
 
 

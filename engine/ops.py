@@ -1,4 +1,5 @@
-"""Typed wrappers over `torch.ops.pagemill`, the compiled ops of csrc/: the only file that touches torch.ops.
+"""Typed wrappers over `torch.ops.pagemill`, the compiled ops of csrc/; nothing but this and engine/device_ops.py
+touches torch.ops. Tensors on a CUDA device go to the kernels of csrc/cuda, of the same signature.
 
 Every op checks its arguments and raises RuntimeError with a message that names the op, the argument, what was
 wanted and what came. Tensors live on the CPU and are float32 or bfloat16 unless said otherwise. In every op the
@@ -8,44 +9,15 @@ rows or the number of threads.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.ops_library import load, load_cuda
 
-def library_candidates(name: str = "_C.so") -> list[Path]:
-    """Where a built library may lie: beside this file, in site-packages (editable install), in build/ (inner loop)."""
-    here = Path(__file__).resolve().parent
-    places = [here / name, Path(sysconfig.get_path("platlib")) / "engine" / name]
-    return [p for p in [*places, *sorted((here.parent / "build").glob(f"*/{name}"))] if p.is_file()]
-
-
-def _load() -> Path:
-    """Load the newest candidate. Raises ImportError with one sentence if there is none."""
-    found = library_candidates()
-    if not found:
-        raise ImportError("The compiled ops are missing: run `make setup` (or `pip install -e .`) to build csrc/.")
-    newest = max(found, key=lambda p: p.stat().st_mtime_ns)
-    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return newest
-
-
-def _load_cuda() -> Path | None:
-    """The same for `_C_cuda`, the kernels for CUDA tensors; None without one, or in a torch without CUDA."""
-    found = library_candidates("_C_cuda.so") if torch.version.cuda is not None else []
-    if not found:
-        return None
-    newest = max(found, key=lambda p: p.stat().st_mtime_ns)
-    torch.ops.load_library(str(newest))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return newest
-
-
-LIBRARY = _load()
-CUDA_LIBRARY = _load_cuda()
+LIBRARY, CUDA_LIBRARY = load(), load_cuda()
 _ops = torch.ops.pagemill
 
 

@@ -2,7 +2,8 @@
 // decode step follows the last one without the host, and can be captured as a graph.
 //
 // Tiling: prepare_batch takes one block per sequence, which adds up the counts before it (a thousand numbers from L2 are
-// quicker than a launch of their own) and writes its own tokens; advance_batch takes a thread per sequence.
+// quicker than a launch of their own) and writes its own tokens; advance_batch and store_tokens take a thread per
+// sequence.
 // Floor: a few dozen bytes per token; launch latency is all there is.
 #include "cuda/portable.cuh"
 
@@ -18,7 +19,8 @@ struct RowState {
   int64_t token_stride, table_stride, block_size;
 };
 
-// What a forward reads; padding beyond the batch's sequences has slot -1 and length 0.
+// What a forward reads. Padding is a sequence with a row of -1: its tokens have slot -1 and its length is 0, so it writes
+// no key, sees none, and whatever its block table holds (zeros) is not read.
 struct BatchTensors {
   int64_t* input_ids;         // [num_tokens]
   int64_t* positions;         // [num_tokens]
@@ -52,17 +54,17 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = rows[seq];
   const int32_t first = computed[seq], count = counts[seq];
   for (int64_t i = thread; i < count; i += kThreads) {
-    const int64_t position = first + i;
-    to.input_ids[start + i] = state.token_ids[row * state.token_stride + position];
+    const int64_t position = row < 0 ? 0 : first + i;
+    to.input_ids[start + i] = row < 0 ? 0 : state.token_ids[row * state.token_stride + position];
     to.positions[start + i] = position;
-    to.slot_mapping[start + i] = slot_at(state, row, position);
+    to.slot_mapping[start + i] = row < 0 ? -1 : slot_at(state, row, position);
   }
   for (int64_t i = thread; i < table_width; i += kThreads)
-    to.block_tables[seq * table_width + i] = state.block_tables[row * state.table_stride + i];
+    to.block_tables[seq * table_width + i] = row < 0 ? 0 : state.block_tables[row * state.table_stride + i];
   if (thread == 0) {
     to.query_start_loc[seq] = start;
     if (seq == num_seqs - 1) to.query_start_loc[num_seqs] = start + count;
-    to.seq_lens[seq] = first + count;
+    to.seq_lens[seq] = row < 0 ? 0 : first + count;
     to.logits_indices[seq] = start + count - 1;
   }
 }
@@ -88,10 +90,17 @@ __global__ void __launch_bounds__(kThreads)
   to.seq_lens[seq] = static_cast<int32_t>(position + 1);
 }
 
+__global__ void __launch_bounds__(kThreads) store_ids(int32_t* token_ids, int64_t token_stride, const int64_t* rows,
+                                                      const int64_t* positions, const int64_t* drawn, int64_t count) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count || rows[i] < 0) return;
+  token_ids[rows[i] * token_stride + positions[i]] = static_cast<int32_t>(drawn[i] < 0 ? 0 : drawn[i]);
+}
+
 }  // namespace
 
-// Sequence i computes tokens [computed[i], computed[i] + counts[i]) of row rows[i] (counts at least 1). Writes all of
-// input_ids, positions, slot_mapping [sum of counts], query_start_loc [num_seqs + 1], seq_lens and logits_indices
+// Sequence i computes tokens [computed[i], computed[i] + counts[i]) of row rows[i] (counts at least 1; a negative row:
+// padding of counts[i] tokens). Writes all of input_ids, positions, slot_mapping [sum of counts], query_start_loc [num_seqs + 1], seq_lens and logits_indices
 // [num_seqs] and block_tables [num_seqs, table_width], the first table_width entries of the rows' tables.
 PAGEMILL_EXPORT int pagemill_prepare_batch(const int32_t* token_ids, int64_t token_stride, const int32_t* row_tables,
                                            int64_t table_stride, int64_t block_size, const int64_t* rows,
@@ -123,6 +132,15 @@ PAGEMILL_EXPORT int pagemill_advance_batch(int32_t* token_ids, int64_t token_str
   const BatchTensors to{input_ids, positions, slot_mapping, nullptr, seq_lens, nullptr, nullptr};
   PAGEMILL_LAUNCH(advance, static_cast<unsigned>(ceil_div(capacity, kThreads)), kThreads, 0, stream)
   (state, rows, drawn, num_seqs, capacity, token_ids, token_stride, to);
+  return launch_status();
+}
+
+// token_ids[rows[i], positions[i]] = drawn[i], or 0 where that is negative; negative rows are skipped.
+PAGEMILL_EXPORT int pagemill_store_tokens(int32_t* token_ids, int64_t token_stride, const int64_t* rows,
+                                          const int64_t* positions, const int64_t* drawn, int64_t count, void* stream) {
+  if (count == 0) return 0;
+  PAGEMILL_LAUNCH(store_ids, static_cast<unsigned>(ceil_div(count, kThreads)), kThreads, 0, stream)
+  (token_ids, token_stride, rows, positions, drawn, count);
   return launch_status();
 }
 

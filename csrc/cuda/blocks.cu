@@ -4,6 +4,8 @@
 // Tiling: grid (parts of a block, blocks, layers); a thread moves 4 pieces of 16 bytes, loaded before any is stored, so
 // that 64 bytes per thread are under way. At 1024 threads per SM (64 registers each) that is 64 KiB in flight, more than
 // twice what latency asks for. Staging may be pinned host memory: then the link is the limit, and whole lines are written.
+// Layers are told by value, as many in a launch as its arguments have room for: no table on the device to keep, to fill or
+// to wait for, and a captured launch keeps them.
 // Floor: every byte is read once and written once, no arithmetic.
 #include "cuda/portable.cuh"
 
@@ -14,11 +16,14 @@ constexpr int kThreads = 256, kPieces = 4;
 constexpr int64_t kPartBytes = int64_t(kThreads) * kPieces * 16;
 constexpr int64_t kMaxGridY = 65535;
 
-// A layer's cache: `num_blocks` blocks of offsets[layer + 1] - offsets[layer] bytes. offsets are also where the layers
-// lie inside one staged block.
+constexpr int kMaxLayers = 128;  // of a launch
+
+// A layer's cache: blocks of offsets[layer + 1] - offsets[layer] bytes. offsets are also where the layers lie inside one
+// staged block.
 struct Layers {
-  char* const* bases;      // [layers], device
-  const int64_t* offsets;  // [layers + 1], device
+  char* bases[kMaxLayers];
+  int64_t offsets[kMaxLayers + 1];
+  int64_t staged_bytes;  // of one block in all layers, those of other launches too
 };
 
 // Moves this block's part of one copied block.
@@ -44,7 +49,8 @@ PAGEMILL_DEVICE void move(char* to, const char* from, int64_t bytes) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads) copy_pairs(Layers layers, const int64_t* pairs, int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    copy_pairs(const PAGEMILL_PARAMETER Layers layers, const int64_t* pairs, int64_t count) {
   const int64_t bytes = layers.offsets[blockIdx.z + 1] - layers.offsets[blockIdx.z];
   char* base = layers.bases[blockIdx.z];
   for (int64_t i = blockIdx.y; i < count; i += gridDim.y)
@@ -53,12 +59,11 @@ __global__ void __launch_bounds__(kThreads) copy_pairs(Layers layers, const int6
 
 template <bool GATHER>
 __global__ void __launch_bounds__(kThreads)
-    stage(Layers layers, int64_t num_layers, const int64_t* ids, int64_t count, char* staging) {
+    stage(const PAGEMILL_PARAMETER Layers layers, const int64_t* ids, int64_t count, char* staging) {
   const int64_t offset = layers.offsets[blockIdx.z], bytes = layers.offsets[blockIdx.z + 1] - offset;
-  const int64_t staged_bytes = layers.offsets[num_layers];
   for (int64_t i = blockIdx.y; i < count; i += gridDim.y) {
     char* cached = layers.bases[blockIdx.z] + ids[i] * bytes;
-    char* staged = staging + i * staged_bytes + offset;
+    char* staged = staging + i * layers.staged_bytes + offset;
     if constexpr (GATHER) {
       move(staged, cached, bytes);
     } else {
@@ -67,43 +72,60 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-dim3 grid_of(int64_t num_layers, int64_t count, int64_t max_block_bytes) {
-  return dim3(static_cast<unsigned>(ceil_div(max_block_bytes, kPartBytes)),
-              static_cast<unsigned>(count < kMaxGridY ? count : kMaxGridY), static_cast<unsigned>(num_layers));
+// run(layers, grid) for every kMaxLayers of them; the first error ends it.
+template <typename Run>
+int for_layers(void* const* bases, const int64_t* offsets, int64_t num_layers, int64_t count, const Run& run) {
+  for (int64_t first = 0; first < num_layers; first += kMaxLayers) {
+    const int64_t many = num_layers - first < kMaxLayers ? num_layers - first : kMaxLayers;
+    Layers layers{};
+    int64_t most = 0;
+    for (int64_t i = 0; i <= many; ++i) layers.offsets[i] = offsets[first + i];
+    for (int64_t i = 0; i < many; ++i) {
+      layers.bases[i] = static_cast<char*>(bases[first + i]);
+      const int64_t bytes = layers.offsets[i + 1] - layers.offsets[i];
+      most = bytes > most ? bytes : most;
+    }
+    layers.staged_bytes = offsets[num_layers];
+    if (most == 0) continue;
+    const int64_t rows = count < kMaxGridY ? count : kMaxGridY;
+    run(layers, dim3(static_cast<unsigned>(ceil_div(most, kPartBytes)), static_cast<unsigned>(rows),
+                     static_cast<unsigned>(many)));
+    if (const int error = launch_status()) return error;
+  }
+  return 0;
+}
+
+template <bool GATHER>
+int stage_blocks(void* const* bases, const int64_t* offsets, int64_t num_layers, const int64_t* ids, int64_t count,
+                 void* staging, void* stream) {
+  if (count == 0) return 0;
+  return for_layers(bases, offsets, num_layers, count, [&](const Layers& layers, dim3 grid) {
+    PAGEMILL_LAUNCH(stage<GATHER>, grid, kThreads, 0, stream)(layers, ids, count, static_cast<char*>(staging));
+  });
 }
 
 }  // namespace
 
-// bases: [num_layers] pointers, offsets: [num_layers + 1] bytes, pairs: [count, 2] (source, destination), all on the
-// device. max_block_bytes: of the layer with the largest blocks. Destinations are distinct and no source.
+// bases: [num_layers] addresses on the device, offsets: [num_layers + 1] bytes, both of the host and read before the call
+// returns; pairs: [count, 2] (source, destination), on the device. Destinations are distinct and no source.
 PAGEMILL_EXPORT int pagemill_copy_blocks(void* const* bases, const int64_t* offsets, int64_t num_layers,
-                                         int64_t max_block_bytes, const int64_t* pairs, int64_t count, void* stream) {
-  if (num_layers == 0 || count == 0 || max_block_bytes == 0) return 0;
-  const Layers layers{reinterpret_cast<char* const*>(bases), offsets};
-  PAGEMILL_LAUNCH(copy_pairs, grid_of(num_layers, count, max_block_bytes), kThreads, 0, stream)(layers, pairs, count);
-  return launch_status();
+                                         const int64_t* pairs, int64_t count, void* stream) {
+  if (count == 0) return 0;
+  return for_layers(bases, offsets, num_layers, count, [&](const Layers& layers, dim3 grid) {
+    PAGEMILL_LAUNCH(copy_pairs, grid, kThreads, 0, stream)(layers, pairs, count);
+  });
 }
 
 // staging: [count, bytes of one block in all layers], on the device or pinned; ids: [count], on the device.
 PAGEMILL_EXPORT int pagemill_gather_blocks(void* const* bases, const int64_t* offsets, int64_t num_layers,
-                                           int64_t max_block_bytes, const int64_t* ids, int64_t count, void* staging,
-                                           void* stream) {
-  if (num_layers == 0 || count == 0 || max_block_bytes == 0) return 0;
-  const Layers layers{reinterpret_cast<char* const*>(bases), offsets};
-  PAGEMILL_LAUNCH(stage<true>, grid_of(num_layers, count, max_block_bytes), kThreads, 0, stream)
-  (layers, num_layers, ids, count, static_cast<char*>(staging));
-  return launch_status();
+                                           const int64_t* ids, int64_t count, void* staging, void* stream) {
+  return stage_blocks<true>(bases, offsets, num_layers, ids, count, staging, stream);
 }
 
 // The reverse; ids are distinct.
 PAGEMILL_EXPORT int pagemill_scatter_blocks(void* const* bases, const int64_t* offsets, int64_t num_layers,
-                                            int64_t max_block_bytes, const int64_t* ids, int64_t count, void* staging,
-                                            void* stream) {
-  if (num_layers == 0 || count == 0 || max_block_bytes == 0) return 0;
-  const Layers layers{reinterpret_cast<char* const*>(bases), offsets};
-  PAGEMILL_LAUNCH(stage<false>, grid_of(num_layers, count, max_block_bytes), kThreads, 0, stream)
-  (layers, num_layers, ids, count, static_cast<char*>(staging));
-  return launch_status();
+                                            const int64_t* ids, int64_t count, void* staging, void* stream) {
+  return stage_blocks<false>(bases, offsets, num_layers, ids, count, staging, stream);
 }
 
 }  // namespace pagemill::cuda

@@ -1,5 +1,5 @@
 // linear: x [rows, in_features] times weight [out_features, in_features] transposed, on the tensor cores (mma.sync), with
-// bias, residual or gated activation; float32 sums.
+// bias, residual or gated activation; float32 sums. Float32 weights have a kernel of their own (linear_float32.cuh).
 //
 // Tiling: rows go in tiles of 16 (decode), 64 or 128 (prefill), the weight's rows in tiles of 64 or 128; slots of 64 or 32
 // elements of K stream through a ring in shared memory (linear_feed.cuh). The weight stays as checkpoints hold it, a row
@@ -12,6 +12,7 @@
 // sums cost 8 bytes per split, row and output, from L2.
 #include "cuda/linear_feed.cuh"
 #include "cuda/linear_finish.cuh"
+#include "cuda/linear_float32.cuh"
 
 namespace pagemill::cuda {
 namespace {
@@ -175,7 +176,7 @@ PAGEMILL_EXPORT int64_t pagemill_linear_workspace(int64_t rows, int64_t weight_r
   return partial_bytes(rows, weight_rows, in_features);
 }
 
-// x, weight: of `type` (bfloat16 or float16), rows at a stride. bias: of `bias_type`, null or [out_features], gated
+// x, weight: of `type` (float32, bfloat16 or float16), rows at a stride. bias: of `bias_type`, null or [out_features], gated
 // [2 * out_features]. out: float32 or of `type`. gated: weight [2 * out_features, in_features], gate first; out is
 // activation(gate) * up. residual: of out's type, not with gated; may be out. workspace: aligned to 16 bytes.
 PAGEMILL_EXPORT int pagemill_linear(void* out, const void* x, const void* weight, const void* bias, const void* residual,
@@ -196,6 +197,7 @@ PAGEMILL_EXPORT int pagemill_linear(void* out, const void* x, const void* weight
   p.splits = splits_of(p.weight_rows, in_features);
   p.activation = activation;
   p.gated = gated != 0, p.float32_bias = bias_type == kFloat32, p.float32_out = float32_out != 0;
+  if (type == kFloat32) return launch_float32(p, stream);
   p.in_pieces = in_pieces(x, x_stride, in_features) && in_pieces(weight, weight_stride, in_features);
   p.two_out = reinterpret_cast<uintptr_t>(out) % 4 == 0 && out_features % 2 == 0;
   const int64_t wanted = partial_bytes(rows, p.weight_rows, in_features);

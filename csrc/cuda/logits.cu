@@ -1,4 +1,4 @@
-// What happens to logits before the draw: penalties, biases and bans, the mask of a grammar; and the counts of tokens
+// What happens to logits before the draw: a model's factor and cap, penalties, biases and bans, the mask of a grammar; and the counts of tokens
 // that penalties need, kept on the device so that a step need not wait for the host.
 //
 // Tiling: a thread takes one id of one row; rows with nothing to do leave at once. Counts of a row are written by one
@@ -25,12 +25,20 @@ struct Penalties {
 
 PAGEMILL_DEVICE int64_t slot_of(const int64_t* slots, int64_t row) { return slots == nullptr ? row : slots[row]; }
 
+__global__ void __launch_bounds__(kThreads) shape(float* logits, int64_t count, float inner, float softcap) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const float value = logits[i] * inner;
+  logits[i] = softcap > 0.0f ? tanhf(value) * softcap : value;
+}
+
 // As engine/sampling/logits.py, operation by operation.
 __global__ void __launch_bounds__(kThreads) penalise(Penalties a) {
   const int64_t row = blockIdx.y, id = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const float presence = a.presence[row], frequency = a.frequency[row], repetition = a.repetition[row];
   if (id >= a.vocab || (presence == 0.0f && frequency == 0.0f && repetition == 1.0f)) return;
   const int64_t slot = slot_of(a.slots, row);
+  if (slot < 0) return;
   const int32_t count = a.counts[slot * a.vocab + id];
   const uint32_t word = a.prompt_bits[slot * ceil_div(a.vocab, 32) + id / 32];
   if (count == 0 && (word >> (id % 32) & 1u) == 0) return;
@@ -44,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) penalise(Penalties a) {
 __global__ void __launch_bounds__(kThreads)
     add_bias(float* logits, int64_t stride, const int64_t* rows, const int64_t* ids, const float* values, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) atomic_add(logits + rows[i] * stride + ids[i], values[i]);
+  if (i < count && rows[i] >= 0) atomic_add(logits + rows[i] * stride + ids[i], values[i]);
 }
 
 __global__ void __launch_bounds__(kThreads) apply_mask(float* logits, int64_t stride, int64_t vocab,
@@ -59,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) apply_mask(float* logits, int64_t st
 __global__ void __launch_bounds__(kThreads)
     count_ids(int32_t* counts, int64_t vocab, const int64_t* slots, const int64_t* ids, int64_t rows) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (row >= rows || ids[row] < 0) return;
+  if (row >= rows || ids[row] < 0 || slot_of(slots, row) < 0) return;
   atomic_add(counts + slot_of(slots, row) * vocab + ids[row], 1);
 }
 
@@ -67,6 +75,7 @@ __global__ void __launch_bounds__(kRowThreads)
     load_row(int32_t* counts, uint32_t* prompt_bits, int64_t vocab, const int64_t* slots, const int32_t* token_ids,
              int64_t token_stride, const int32_t* num_prompt, const int32_t* num_tokens) {
   const int64_t slot = slots[blockIdx.x], words = ceil_div(vocab, 32);
+  if (slot < 0) return;
   int32_t* own_counts = counts + slot * vocab;
   uint32_t* own_bits = prompt_bits + slot * words;
   for (int64_t i = threadIdx.x; i < vocab; i += kRowThreads) own_counts[i] = 0;
@@ -85,7 +94,15 @@ __global__ void __launch_bounds__(kRowThreads)
 
 }  // namespace
 
-// logits: [rows, vocab] float32, changed in place. slots: [rows], or null. counts: [slots, vocab] int32 of output ids;
+// logits: [count] float32: scale * logit, or softcap * tanh(scale * logit / softcap) unless softcap is 0.
+PAGEMILL_EXPORT int pagemill_shape_logits(float* logits, int64_t count, float scale, float softcap, void* stream) {
+  if (count == 0) return 0;
+  PAGEMILL_LAUNCH(shape, static_cast<unsigned>(ceil_div(count, kThreads)), kThreads, 0, stream)
+  (logits, count, softcap > 0.0f ? scale / softcap : scale, softcap);
+  return launch_status();
+}
+
+// logits: [rows, vocab] float32, changed in place. slots: [rows], a negative one has no penalties; or null. counts: [slots, vocab] int32 of output ids;
 // prompt_bits: [slots, ceil(vocab / 32)], bit id % 32 of word id / 32. Per row: presence, frequency (0: none) of output
 // ids, repetition (1: none) of prompt and output ids.
 PAGEMILL_EXPORT int pagemill_apply_penalties(float* logits, int64_t rows, int64_t vocab, int64_t stride,
@@ -100,7 +117,7 @@ PAGEMILL_EXPORT int pagemill_apply_penalties(float* logits, int64_t rows, int64_
   return launch_status();
 }
 
-// logits[rows[i], ids[i]] += values[i]; -infinity bans. An entry's row and id may repeat.
+// logits[rows[i], ids[i]] += values[i]; -infinity bans. An entry's row and id may repeat; a negative row is skipped.
 PAGEMILL_EXPORT int pagemill_add_bias(float* logits, int64_t stride, const int64_t* rows, const int64_t* ids,
                                       const float* values, int64_t count, void* stream) {
   if (count == 0) return 0;
@@ -121,7 +138,7 @@ PAGEMILL_EXPORT int pagemill_apply_token_bitmask(float* logits, int64_t rows, in
   return launch_status();
 }
 
-// counts[slots[i], ids[i]] += 1 for drawn ids (negative: skip).
+// counts[slots[i], ids[i]] += 1 for drawn ids (a negative id or slot: skip).
 PAGEMILL_EXPORT int pagemill_count_tokens(int32_t* counts, int64_t vocab, const int64_t* slots, const int64_t* ids,
                                           int64_t rows, void* stream) {
   if (rows == 0) return 0;
@@ -131,7 +148,7 @@ PAGEMILL_EXPORT int pagemill_count_tokens(int32_t* counts, int64_t vocab, const 
 }
 
 // Counts and prompt bits of slots[i] anew, from the first num_tokens[i] ids of row slots[i] of token_ids, of which
-// num_prompt[i] are the prompt's. Slots are distinct.
+// num_prompt[i] are the prompt's. Slots are distinct; negative ones are skipped.
 PAGEMILL_EXPORT int pagemill_load_counts(int32_t* counts, uint32_t* prompt_bits, int64_t vocab, const int64_t* slots,
                                          const int32_t* token_ids, int64_t token_stride, const int32_t* num_prompt,
                                          const int32_t* num_tokens, int64_t rows, void* stream) {

@@ -41,26 +41,64 @@ PAGEMILL_DEVICE LogSum log_sum_of(RowShared& shared, const float* logits, int64_
   return {max, log(total)};
 }
 
-__global__ void __launch_bounds__(kRowThreads, 1) logprobs_of_ids(const float* logits, int64_t vocab, int64_t stride,
-                                                                  const int64_t* ids, int64_t num_ids, float* logprobs) {
-  PAGEMILL_SHARED(bytes);
-  const int64_t row = blockIdx.x;
-  const float* own = logits + row * stride;
-  uint64_t mine;
-  const LogSum sum = log_sum_of(*reinterpret_cast<RowShared*>(bytes), own, vocab, mine);
-  for (int64_t i = threadIdx.x; i < num_ids; i += kRowThreads)
-    logprobs[row * num_ids + i] = sum.of(own[ids[row * num_ids + i]]);
+struct LogprobArguments {
+  const float* logits;  // [logit rows, vocab], rows `stride` elements apart
+  int64_t vocab, stride;
+  const int64_t* source;  // [rows]: the logit row of each row; null: its own number
+  const int64_t* ids;     // [rows, num_ids]
+  int64_t num_ids;
+  float* logprobs;        // [rows, num_ids]
+  int64_t num_top;        // 0: only the ids are told
+  int64_t* top_ids;       // [rows, num_top]
+  float* top_logprobs;    // likewise
+  int32_t* ranks;         // [rows]: of the first of ids; or null
+};
+
+PAGEMILL_DEVICE const float* logits_of(const LogprobArguments& a, int64_t row) {
+  return a.logits + (a.source == nullptr ? row : a.source[row]) * a.stride;
 }
 
-__global__ void __launch_bounds__(kRowThreads, 1) top_logprobs(const float* logits, int64_t vocab, int64_t stride,
-                                                               int64_t count, int64_t* ids, float* logprobs) {
+PAGEMILL_DEVICE void tell_ids(const LogprobArguments& a, int64_t row, const float* logits, const LogSum& sum) {
+  for (int64_t i = threadIdx.x; i < a.num_ids; i += kRowThreads)
+    a.logprobs[row * a.num_ids + i] = sum.of(logits[a.ids[row * a.num_ids + i]]);
+}
+
+__global__ void __launch_bounds__(kRowThreads, 1) logprobs_of_ids(LogprobArguments a) {
+  PAGEMILL_SHARED(bytes);
+  const int64_t row = blockIdx.x;
+  const float* logits = logits_of(a, row);
+  uint64_t mine;
+  tell_ids(a, row, logits, log_sum_of(*reinterpret_cast<RowShared*>(bytes), logits, a.vocab, mine));
+}
+
+// 1 and how many logits are larger, to every thread.
+PAGEMILL_DEVICE int32_t rank_among(RowShared& shared, const float* logits, int64_t vocab, float logit) {
+  uint64_t larger = 0;
+  for_row(logits, vocab, [&](int64_t, float other) { larger += other > logit; });
+  return static_cast<int32_t>(block_sum(shared, larger)) + 1;
+}
+
+__global__ void __launch_bounds__(kRowThreads, 1) tell_rows(LogprobArguments a) {
   PAGEMILL_SHARED(bytes);
   RowShared& shared = *reinterpret_cast<RowShared*>(bytes);
-  const int64_t row = blockIdx.x;
-  const float* own = logits + row * stride;
+  const int64_t row = blockIdx.x, count = a.num_top;
+  const float* own = logits_of(a, row);
   uint64_t mine;
-  const LogSum sum = log_sum_of(shared, own, vocab, mine);
-  const Members members = list_from(shared, own, vocab, floor_of_top(mine, count));
+  const LogSum sum = log_sum_of(shared, own, a.vocab, mine);
+  tell_ids(a, row, own, sum);
+  if (a.ranks != nullptr) {
+    const int32_t rank = rank_among(shared, own, a.vocab, own[a.ids[row * a.num_ids]]);
+    if (threadIdx.x == 0) a.ranks[row] = rank;
+  }
+  if (count == 0) return;
+  int64_t* ids = a.top_ids + row * count;
+  float* logprobs = a.top_logprobs + row * count;
+  const auto thread = static_cast<uint64_t>(threadIdx.x);
+  if (!(sum.log_total >= 0)) {  // NaN: the row holds one, or +infinity, or nothing finite
+    if (thread < static_cast<uint64_t>(count)) ids[thread] = 0, logprobs[thread] = sum.of(own[0]);
+    return;
+  }
+  const Members members = list_from(shared, own, a.vocab, floor_of_top(mine, count));
   uint64_t many = 0;
   for_members(shared, members, [&](int64_t, float) { ++many; });
   many = block_sum(shared, many);
@@ -76,16 +114,15 @@ __global__ void __launch_bounds__(kRowThreads, 1) top_logprobs(const float* logi
     if (rank >= first_rank) shared.bins[atomic_add(&shared.found[0], uint64_t{1})] = rank;
   });
   sync_block();
-  const auto thread = static_cast<uint64_t>(threadIdx.x);
   if (thread < wanted) {
     const uint64_t rank = shared.bins[thread];
     int64_t place = 0;
     for (uint64_t i = 0; i < wanted; ++i) place += shared.bins[i] > rank;
-    ids[row * count + place] = id_of_rank(rank);
-    logprobs[row * count + place] = sum.of(own[id_of_rank(rank)]);
+    ids[place] = id_of_rank(rank);
+    logprobs[place] = sum.of(own[id_of_rank(rank)]);
   } else if (thread < static_cast<uint64_t>(count)) {
-    ids[row * count + static_cast<int64_t>(thread)] = -1;
-    logprobs[row * count + static_cast<int64_t>(thread)] = -kInfinity;
+    ids[thread] = 0;
+    logprobs[thread] = -kInfinity;
   }
 }
 
@@ -96,19 +133,26 @@ PAGEMILL_EXPORT int pagemill_logprobs_of(const float* logits, int64_t rows, int6
                                          const int64_t* ids, int64_t num_ids, float* logprobs, void* stream) {
   if (vocab < 1 || vocab > kMaxVocab) return kInvalidArgument;
   if (rows == 0 || num_ids == 0) return 0;
-  PAGEMILL_LAUNCH(logprobs_of_ids, static_cast<unsigned>(rows), kRowThreads, sizeof(RowShared), stream)
-  (logits, vocab, stride, ids, num_ids, logprobs);
+  const LogprobArguments arguments{logits, vocab, stride, nullptr, ids, num_ids, logprobs, 0, nullptr, nullptr, nullptr};
+  PAGEMILL_LAUNCH(logprobs_of_ids, static_cast<unsigned>(rows), kRowThreads, sizeof(RowShared), stream)(arguments);
   return launch_status();
 }
 
-// The `count` (1 to 1024) most likely ids of each row, larger logits first, of equal ones the lower id: ids and logprobs
-// [rows, count]. Banned ids (-infinity) are none; what is missing is -1 and -infinity.
+// Of each row the log probabilities of ids ([rows, num_ids]), the rank of the first of them (ranks [rows]: 1 and how many
+// logits are larger; null: not asked) and the num_top (0 to 1024) most likely ids, larger logits first, of equal ones the
+// lower id: top_ids and top_logprobs [rows, num_top]. Banned ids (-infinity) are none; what is missing is 0 and -infinity.
+// A row with NaN or +infinity, or with nothing finite, has ids 0 and NaN. source: [rows], the logit row of each row, or
+// null: its own number.
 PAGEMILL_EXPORT int pagemill_logprobs_topn(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                                           int64_t count, int64_t* ids, float* logprobs, void* stream) {
-  if (vocab < 1 || vocab > kMaxVocab || count < 1 || count > kMaxTop) return kInvalidArgument;
+                                           const int64_t* source, const int64_t* ids, int64_t num_ids, float* logprobs,
+                                           int64_t num_top, int64_t* top_ids, float* top_logprobs, int32_t* ranks,
+                                           void* stream) {
+  if (vocab < 1 || vocab > kMaxVocab || num_top < 0 || num_top > kMaxTop) return kInvalidArgument;
+  if (ranks != nullptr && num_ids < 1) return kInvalidArgument;
   if (rows == 0) return 0;
-  PAGEMILL_LAUNCH(top_logprobs, static_cast<unsigned>(rows), kRowThreads, sizeof(RowShared), stream)
-  (logits, vocab, stride, count, ids, logprobs);
+  const LogprobArguments arguments{logits,   vocab,   stride,  source,       ids,  num_ids,
+                                   logprobs, num_top, top_ids, top_logprobs, ranks};
+  PAGEMILL_LAUNCH(tell_rows, static_cast<unsigned>(rows), kRowThreads, sizeof(RowShared), stream)(arguments);
   return launch_status();
 }
 

@@ -26,16 +26,19 @@
 // PAGEMILL_LAUNCH(kernel, grid, threads, shared_bytes, stream)(arguments...). kernel: a function or a pointer to one
 // (`auto kernel = &some_kernel<T, 4>;` keeps a template's commas out of the macro). grid: dim3 or a number.
 // PAGEMILL_SHARED(name): `unsigned char* name`, the block's dynamic shared memory, aligned to 128 bytes.
+// PAGEMILL_PARAMETER: of a large const argument that is read by index: it stays where launches put it.
 #ifdef PAGEMILL_EMULATION
 #define PAGEMILL_LAUNCH(kernel, grid, threads, shared_bytes, stream) \
   ::emulation::launch(kernel, #kernel, grid, threads, shared_bytes, stream)
 #define PAGEMILL_SHARED(name) unsigned char* const name = ::emulation::shared_memory()
+#define PAGEMILL_PARAMETER
 #else
 #define PAGEMILL_LAUNCH(kernel, grid, threads, shared_bytes, stream) \
   kernel<<<grid, static_cast<unsigned>(threads), static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream)>>>
 #define PAGEMILL_SHARED(name)                                            \
   extern __shared__ __align__(128) unsigned char pagemill_shared_bytes[]; \
   unsigned char* const name = pagemill_shared_bytes
+#define PAGEMILL_PARAMETER __grid_constant__
 #endif
 
 namespace pagemill::cuda {

@@ -20,6 +20,7 @@ constexpr int kStretches = kRowThreads;
 struct SampleArguments {
   const float* logits;  // [rows, vocab], rows `stride` elements apart
   int64_t stride, vocab;
+  const int64_t* source;  // [rows]: the logit row of each row; null: its own number
   const float* temperature;
   const int32_t* top_k;
   const float* top_p;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_rows(SampleArguments a)
   PAGEMILL_SHARED(bytes);
   RowShared& shared = *reinterpret_cast<RowShared*>(bytes);
   const int64_t row = blockIdx.x;
-  const float* logits = a.logits + row * a.stride;
+  const float* logits = a.logits + (a.source == nullptr ? row : a.source[row]) * a.stride;
   const Scan scan = scan_row(shared, logits, a.vocab);
   if (!scan.drawable || a.greedy[row] != 0) {
     if (threadIdx.x == 0) a.ids[row] = scan.drawable ? id_of_rank(scan.best) : -1;
@@ -256,17 +257,18 @@ __global__ void __launch_bounds__(kWarp) philox_words(const uint32_t* counters, 
 
 }  // namespace
 
-// logits: [rows, vocab] float32, rows at a stride. Per row: temperature > 0, top_k (0 or less: no limit), top_p and
+// logits: [logit rows, vocab] float32, rows at a stride; source: [rows], the logit row of each row, or null: its own
+// number. Per row: temperature > 0, top_k (0 or less: no limit), top_p and
 // min_p from 0 to 1, greedy (not 0: the other four are not read), seed_keys, positions. ids: [rows]; -1 where the row
 // holds NaN, +infinity or nothing finite.
 PAGEMILL_EXPORT int pagemill_sample(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                                    const float* temperature, const int32_t* top_k, const float* top_p,
+                                    const int64_t* source, const float* temperature, const int32_t* top_k, const float* top_p,
                                     const float* min_p, const uint8_t* greedy, const int64_t* seed_keys,
                                     const int64_t* positions, int64_t* ids, void* stream) {
   if (vocab < 1 || vocab > kMaxVocab) return kInvalidArgument;
   if (rows == 0) return 0;
-  const SampleArguments arguments{logits, stride, vocab,     temperature, top_k, top_p,
-                                  min_p,  greedy, seed_keys, positions,   ids};
+  const SampleArguments arguments{logits, stride, vocab,  source,    temperature, top_k,
+                                  top_p,  min_p,  greedy, seed_keys, positions,   ids};
   PAGEMILL_LAUNCH(sample_rows, static_cast<unsigned>(rows), kRowThreads, sizeof(RowShared), stream)(arguments);
   return launch_status();
 }

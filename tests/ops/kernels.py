@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops import ActivationKind, NormVariant
+from engine.ops import ActivationKind, NormVariant, TopLogprobs
 from tests.emulation.build import ROOT
 from tests.emulation.launchers import CODES, Argument, DeviceLaunchers, EmulatedLaunchers, Launchers
 
@@ -183,11 +183,11 @@ class LaunchedOps:
     def _blocks(self, name: str, caches: Sequence[Tensor], ids: Tensor, staging: Tensor | None) -> None:
         there = [cache.to(self.device) for cache in caches]
         sizes = [cache[0].numel() * cache.element_size() for cache in caches]
-        offsets = torch.tensor([0, *sizes]).cumsum(0)
+        offsets = torch.tensor([0, *sizes]).cumsum(0)  # these two stay with the host
         bases = torch.tensor([cache.data_ptr() for cache in there], dtype=torch.int64)
         tail: list[Argument] = [] if staging is None else [staging]
         self.launch(
-            name, bases, offsets, len(caches), max(sizes, default=0), ids, ids.shape[0], *tail,
+            name, bases.data_ptr(), offsets.data_ptr(), len(caches), ids, ids.shape[0], *tail,
             changes=[] if staging is None else [staging],
         )  # fmt: skip
         for cache, changed in zip(caches, there, strict=True):
@@ -270,14 +270,16 @@ class LaunchedOps:
         value_scale: Tensor | None = None,
         workspace_bytes: int | None = None,
         max_query_len: int = 0,
+        max_seq_len: int | None = None,
         multiprocessors: int = 2,
     ) -> Tensor:
-        """workspace_bytes: None for as many as the launcher's companion says. multiprocessors: how many the grid is
-        made for; few, so that a block has several items."""
+        """workspace_bytes: None for as many as the launcher's companion says. max_query_len, max_seq_len: bounds; 0
+        and None for what the shapes say. multiprocessors: how many the grid is made for; few, so that a block has
+        several items."""
         if out is None:
             out = torch.full((*query.shape[:2], value_cache.shape[3]), torch.nan, dtype=query.dtype)
         (num_seqs, width), (kv_heads, block_size) = block_tables.shape, key_cache.shape[1:3]
-        longest = width * block_size
+        longest = width * block_size if max_seq_len is None else max_seq_len
         if workspace_bytes is None:
             wanted = (num_seqs, max_query_len or len(query), longest, query.shape[1], kv_heads, value_cache.shape[3])
             workspace_bytes = self.launchers.number("paged_attention_workspace", *wanted)
@@ -297,12 +299,13 @@ class LaunchedOps:
 
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy: Tensor,
-        seed_keys: Tensor, positions: Tensor,
+        seed_keys: Tensor, positions: Tensor, *, source: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        ids = torch.full((logits.shape[0],), -2, dtype=torch.int64)
+        rows = len(logits if source is None else source)
+        ids = torch.full((rows,), -2, dtype=torch.int64)
         self.launch(
-            "sample", logits, *logits.shape, logits.stride(0), temperature, top_k, top_p, min_p, greedy, seed_keys,
-            positions, ids, changes=[ids],
+            "sample", logits, rows, logits.shape[1], logits.stride(0), source, temperature, top_k, top_p, min_p,
+            greedy, seed_keys, positions, ids, changes=[ids],
         )  # fmt: skip
         return ids
 
@@ -311,9 +314,19 @@ class LaunchedOps:
         self.launch("logprobs_of", logits, *logits.shape, logits.stride(0), ids, ids.shape[1], out, changes=[out])
         return out
 
-    def logprobs_topn(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """ids [rows, count] int64 and their logprobs; -1 and -infinity where there are no more."""
-        ids = torch.full((logits.shape[0], count), -2, dtype=torch.int64)
-        out = torch.full(ids.shape, torch.nan)
-        self.launch("logprobs_topn", logits, *logits.shape, logits.stride(0), count, ids, out, changes=[ids, out])
-        return ids, out
+    def logprobs_topn(
+        self, logits: Tensor, ids: Tensor, num_top: int, *, source: Tensor | None = None, ranks: bool = False
+    ) -> TopLogprobs:
+        rows, count = len(ids), min(num_top, logits.shape[1])
+        told = TopLogprobs(
+            torch.full(ids.shape, torch.nan), torch.full((rows, count), -2, dtype=torch.int64),
+            torch.full((rows, count), 7.0), torch.full((rows if ranks else 0,), -2, dtype=torch.int32),
+        )  # fmt: skip
+        self.launch(
+            "logprobs_topn", logits, rows, logits.shape[1], logits.stride(0), source, ids, ids.shape[1], told.logprobs,
+            count, told.top_ids, told.top_logprobs, told.ranks if ranks else None, changes=told,
+        )  # fmt: skip
+        return told
+
+    def shape_logits(self, logits: Tensor, scale: float, softcap: float) -> None:
+        self.launch("shape_logits", logits, logits.numel(), float(scale), float(softcap), changes=[logits])

@@ -138,6 +138,19 @@ def test_gather_and_scatter_carry_a_block_elsewhere(kernels: Any, threads: int) 
         assert torch.equal(cache, old[[0, 1, 2, 3, 4, 6, 6, 4]])
 
 
+def test_more_layers_than_one_launch_takes(kernels: Any) -> None:
+    caches = [100 * layer + torch.arange(4 * (1 + layer % 3)).view(4, -1) for layer in range(131)]
+    before = [cache.clone() for cache in caches]
+    kernels.copy_blocks(caches, torch.tensor([[0, 2]]))
+    assert all(torch.equal(cache, old[[0, 1, 0, 3]]) for cache, old in zip(caches, before, strict=True))
+    staging = torch.zeros(2, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8)
+    kernels.gather_blocks(caches, torch.tensor([3, 1]), staging)
+    expected = [torch.cat([old[block].view(torch.uint8) for old in before]) for block in (3, 1)]
+    assert torch.equal(staging, torch.stack(expected))
+    kernels.scatter_blocks(caches, torch.tensor([1, 0]), staging)
+    assert all(torch.equal(cache, old[[1, 3, 0, 3]]) for cache, old in zip(caches, before, strict=True))
+
+
 def test_nothing_to_copy_is_fine(kernels: Any) -> None:
     caches = layers()
     before = [cache.clone() for cache in caches]

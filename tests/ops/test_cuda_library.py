@@ -7,11 +7,14 @@ import sys
 
 import pytest
 
-from engine.ops import library_candidates
+from engine.ops_library import library_candidates
 
 SERVED = [
-    "activation", "fused_add_rms_norm", "gated_activation", "linear", "logprobs_of", "pack_linear", "paged_attention",
-    "paged_attention_into", "reshape_and_cache", "reshape_and_cache_scaled", "rms_norm", "sample",
+    "activation", "add_bias", "advance_batch", "apply_penalties", "apply_token_bitmask", "copy_blocks", "count_tokens",
+    "fused_add_rms_norm", "gated_activation", "gather_blocks", "linear", "load_counts", "logprobs_of", "logprobs_topn",
+    "pack_linear", "paged_attention", "paged_attention_into", "prepare_batch", "qk_norm", "reshape_and_cache",
+    "reshape_and_cache_scaled", "rms_norm", "rope_and_cache", "rotary", "sample", "sample_edited", "scatter_blocks",
+    "shape_logits", "store_tokens",
 ]  # fmt: skip
 
 SCRIPT = """

@@ -6,18 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import ops
 from engine.ops import ActivationKind
 from tests.ops.kernels import KINDS, LaunchedOps
 from tests.ops.test_norm import STEPS, random
 
-HALVES = [torch.bfloat16, torch.float16]
 ROWS = [1, 2, 17, 64, 130]  # each tile, whole and ragged
-
-
-@pytest.fixture(params=HALVES, ids=["bf16", "f16"])
-def half(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
 
 
 def padded(*shape: int, dtype: torch.dtype, seed: int = 0, by: int = 8) -> Tensor:
@@ -40,21 +34,21 @@ def close(got: Tensor, x: Tensor, weight: Tensor, extra: Tensor | float = 0.0) -
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("out_features", "in_features"), [(72, 640), (200, 264), (11, 60), (1, 1), (129, 1003)])
 def test_against_float64(
-    launched: LaunchedOps, half: torch.dtype, rows: int, out_features: int, in_features: int
+    launched: LaunchedOps, dtype: torch.dtype, rows: int, out_features: int, in_features: int
 ) -> None:
-    x = padded(rows, in_features, dtype=half)
-    weight = padded(out_features, in_features, dtype=half, seed=1)
+    x = padded(rows, in_features, dtype=dtype)
+    weight = padded(out_features, in_features, dtype=dtype, seed=1)
     bias = random(out_features, dtype=torch.float32, seed=2)
     close(launched.linear(x, weight), x, weight)
     close(launched.linear(x, weight, bias, out_dtype=torch.float32), x, weight, bias)
-    close(launched.linear(x, weight, bias.to(half), out_dtype=torch.float32), x, weight, bias.to(half))
+    close(launched.linear(x, weight, bias.to(dtype), out_dtype=torch.float32), x, weight, bias.to(dtype))
 
 
 @pytest.mark.parametrize("by", [1, 7], ids=["rows-anywhere", "rows-in-odd-places"])
-def test_rows_that_no_16_bytes_begin_at(launched: LaunchedOps, half: torch.dtype, by: int) -> None:
+def test_rows_that_no_16_bytes_begin_at(launched: LaunchedOps, dtype: torch.dtype, by: int) -> None:
     """Read element by element, for the same bits."""
-    x, weight = random(17, 128, dtype=half), random(40, 128, dtype=half, seed=1)
-    odd_x, odd_weight = padded(17, 128, dtype=half, by=by), padded(40, 128, dtype=half, seed=1, by=by)
+    x, weight = random(17, 128, dtype=dtype), random(40, 128, dtype=dtype, seed=1)
+    odd_x, odd_weight = padded(17, 128, dtype=dtype, by=by), padded(40, 128, dtype=dtype, seed=1, by=by)
     assert torch.equal(odd_x, x)
     want = launched.linear(x, weight, out_dtype=torch.float32)
     assert torch.equal(launched.linear(odd_x, weight, out_dtype=torch.float32), want)
@@ -64,11 +58,11 @@ def test_rows_that_no_16_bytes_begin_at(launched: LaunchedOps, half: torch.dtype
 @pytest.mark.parametrize(("out_features", "in_features"), [(72, 1000), (128, 256), (24, 60)])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_a_row_does_not_know_its_neighbours(
-    launched: LaunchedOps, half: torch.dtype, out_features: int, in_features: int, gated: bool
+    launched: LaunchedOps, dtype: torch.dtype, out_features: int, in_features: int, gated: bool
 ) -> None:
     """In every tile, with splits folded by a second kernel and in one block, the same bits."""
-    x = random(130, in_features, dtype=half)
-    weight = random(out_features * (2 if gated else 1), in_features, dtype=half, seed=1)
+    x = random(130, in_features, dtype=dtype)
+    weight = random(out_features * (2 if gated else 1), in_features, dtype=dtype, seed=1)
     activation: ActivationKind | None = "silu" if gated else None
     want = launched.linear(x, weight, out_dtype=torch.float32, activation=activation)
     for rows in ROWS:
@@ -97,11 +91,11 @@ def test_workspace_is_for_the_splits(launched: LaunchedOps) -> None:
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["same", "f32"])
 @pytest.mark.parametrize("out_features", [40, 33])
 def test_residual_is_a_second_operation(
-    launched: LaunchedOps, half: torch.dtype, rows: int, out_features: int, out_dtype: torch.dtype | None
+    launched: LaunchedOps, dtype: torch.dtype, rows: int, out_features: int, out_dtype: torch.dtype | None
 ) -> None:
-    x, weight = random(rows, 576, dtype=half), random(out_features, 576, dtype=half, seed=1)
-    bias = random(out_features, dtype=half, seed=2)
-    residual = random(rows, out_features, dtype=out_dtype or half, seed=3)
+    x, weight = random(rows, 576, dtype=dtype), random(out_features, 576, dtype=dtype, seed=1)
+    bias = random(out_features, dtype=dtype, seed=2)
+    residual = random(rows, out_features, dtype=out_dtype or dtype, seed=3)
     product = launched.linear(x, weight, bias, out_dtype=out_dtype)
     got = launched.linear(x, weight, bias, out_dtype=out_dtype, residual=residual)
     assert torch.equal(got, residual + product)
@@ -110,9 +104,9 @@ def test_residual_is_a_second_operation(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "out_features"), [(3, 40), (33, 100), (130, 33)])
 def test_gate_is_a_second_operation(
-    launched: LaunchedOps, half: torch.dtype, rows: int, out_features: int, kind: ActivationKind
+    launched: LaunchedOps, dtype: torch.dtype, rows: int, out_features: int, kind: ActivationKind
 ) -> None:
-    x, weight = random(rows, 520, dtype=half), random(2 * out_features, 520, dtype=half, seed=1) / 8
+    x, weight = random(rows, 520, dtype=dtype), random(2 * out_features, 520, dtype=dtype, seed=1) / 8
     bias = random(2 * out_features, dtype=torch.float32, seed=2)
     for out_dtype in (None, torch.float32):
         product = launched.linear(x, weight, bias, out_dtype=out_dtype)
@@ -121,22 +115,31 @@ def test_gate_is_a_second_operation(
         assert torch.equal(got, want[kind](product))
 
 
-def test_what_is_not_finite_stays_in_its_row(launched: LaunchedOps, half: torch.dtype) -> None:
-    x, weight = random(20, 256, dtype=half), random(40, 256, dtype=half, seed=1)
+def test_float32_has_the_bits_of_the_cpu(launched: LaunchedOps) -> None:
+    """One order for both: from the first element of K to the last."""
+    x, weight = padded(33, 403, dtype=torch.float32), random(2 * 70, 403, dtype=torch.float32, seed=1)
+    bias = random(2 * 70, dtype=torch.float32, seed=2)
+    plain, gated = ops.pack_linear(weight), ops.pack_linear(weight, gated=True)
+    assert torch.equal(launched.linear(x, weight, bias), ops.linear(x, plain, bias, 140))
+    got = launched.linear(x, weight, bias, activation="silu")
+    torch.testing.assert_close(got, ops.linear(x, gated, bias, 70, activation="silu"), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_finite_stays_in_its_row(launched: LaunchedOps, dtype: torch.dtype) -> None:
+    x, weight = random(20, 256, dtype=dtype), random(40, 256, dtype=dtype, seed=1)
     x[3, 5], x[17, 255] = torch.nan, torch.inf
     out = launched.linear(x, weight)
     spoiled = ~out.isfinite().all(1)
     assert spoiled.nonzero().flatten().tolist() == [3, 17]
 
 
-def test_no_rows(launched: LaunchedOps, half: torch.dtype) -> None:
-    assert launched.linear(torch.zeros(0, 16, dtype=half), torch.zeros(8, 16, dtype=half)).shape == (0, 8)
+def test_no_rows(launched: LaunchedOps, dtype: torch.dtype) -> None:
+    assert launched.linear(torch.zeros(0, 16, dtype=dtype), torch.zeros(8, 16, dtype=dtype)).shape == (0, 8)
 
 
 def test_what_cannot_be_is_refused(launched: LaunchedOps) -> None:
     x, weight = torch.zeros(2, 16).half(), torch.zeros(8, 16).half()
     for refused in (
-        lambda: launched.linear(x.float(), weight.float()),
         lambda: launched.linear(x, weight, torch.zeros(8).bfloat16()),
         lambda: launched.linear(x, weight, activation="silu", residual=torch.zeros(2, 4).half()),
         lambda: launched.linear(x[:, :0], weight[:, :0]),

@@ -20,7 +20,7 @@ from tests.ops.kernels import EMULATED, LaunchedOps, kernels_of
 from tests.ops.test_sampler import SETTINGS, cases, random_logits
 
 
-def drawn(launched: LaunchedOps, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def drawn(launched: LaunchedOps, logits: Tensor, draws: Sequence[Draw], source: Tensor | None = None) -> list[int]:
     keys = np.array([d.seed_key for d in draws], dtype=np.uint64).view(np.int64)
     return launched.sample(
         logits,
@@ -31,6 +31,7 @@ def drawn(launched: LaunchedOps, logits: Tensor, draws: Sequence[Draw]) -> list[
         torch.tensor([d.greedy for d in draws], dtype=torch.bool),
         torch.from_numpy(keys),
         torch.tensor([d.position for d in draws], dtype=torch.int64),
+        source=source,
     ).tolist()
 
 
@@ -43,7 +44,10 @@ def draws_of(seed: int) -> list[Draw]:
     return [replace(draw, seed_key=seed_key(seed, i, 0), position=i) for i, draw in enumerate(SETTINGS)]
 
 
-@pytest.mark.parametrize("name", [EMULATED[0], pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
+
+
+@pytest.mark.parametrize("name", [EMULATED[0], pytest.param("cuda", marks=ON_GPU)])
 def test_any_row(name: str) -> None:
     seeds = count()
 
@@ -90,6 +94,12 @@ def test_a_row_does_not_know_its_neighbours(launched: LaunchedOps) -> None:
     assert drawn(launched, logits.flip(0), draws[::-1]) == whole[::-1]
 
 
+def test_rows_that_share_logits(launched: LaunchedOps) -> None:
+    logits, draws = random_logits(3, 1_001, seed=7), draws_of(5)
+    source = torch.arange(len(draws)).flip(0) % 3
+    assert drawn(launched, logits, draws, source=source) == drawn(launched, logits[source], draws)
+
+
 def test_bad_rows_are_flagged_alone(launched: LaunchedOps) -> None:
     logits = random_logits(6, 1_000, seed=8)
     clean = drawn(launched, logits, [Draw()] * 6)
@@ -120,27 +130,6 @@ def test_philox_words(launched: LaunchedOps) -> None:
 # ---- log probabilities ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 128, 49_152])
-def test_logprobs(launched: LaunchedOps, vocab: int) -> None:
-    logits = random_logits(5, vocab, seed=10)
-    ids = torch.randint(0, vocab, (5, 3), generator=torch.Generator().manual_seed(1))
-    got = launched.logprobs_of(logits, ids)
-    want = torch.log_softmax(logits.double(), -1).gather(1, ids)
-    torch.testing.assert_close(got.double(), want, rtol=1e-7, atol=1e-7)
-    alone = torch.cat([launched.logprobs_of(logits[i : i + 1], ids[i : i + 1, :1]) for i in range(5)])
-    assert torch.equal(got[:, :1], alone)
-
-
-def test_logprobs_of_odd_rows(launched: LaunchedOps) -> None:
-    logits = torch.zeros(3, 200)
-    logits[0, 5] = -torch.inf
-    logits[1, 5] = torch.nan
-    got = launched.logprobs_of(logits, torch.tensor([[5], [0], [0]]))[:, 0]
-    assert got[0] == -torch.inf
-    assert got[1].isnan()
-    assert got[2].item() == pytest.approx(-np.log(200))
-
-
 @pytest.mark.parametrize(("vocab", "wanted"), [(1, 1), (50, 20), (5_000, 1), (5_000, 20), (5_000, 1024)])
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
 def test_most_likely_ids(launched: LaunchedOps, vocab: int, wanted: int, step: float) -> None:
@@ -148,12 +137,13 @@ def test_most_likely_ids(launched: LaunchedOps, vocab: int, wanted: int, step: f
     if step:
         logits = (logits / step).round() * step
     logits[1, vocab // 2 :] = -torch.inf
-    ids, logprobs = launched.logprobs_topn(logits, wanted)
+    told = launched.logprobs_topn(logits, torch.zeros((4, 0), dtype=torch.int64), wanted)
     exact = torch.log_softmax(logits.double(), -1)
     for row in range(4):
         ranking = np.lexsort((np.arange(vocab), -logits[row].numpy()))
         ranking = ranking[logits[row].numpy()[ranking] > -np.inf][:wanted].tolist()
         missing = wanted - len(ranking)
-        assert ids[row].tolist() == ranking + [-1] * missing
-        torch.testing.assert_close(logprobs[row, : len(ranking)].double(), exact[row, ranking], rtol=1e-7, atol=1e-7)
-        assert (logprobs[row, len(ranking) :] == -torch.inf).all()
+        assert told.top_ids[row].tolist() == ranking + [0] * missing
+        logprobs = told.top_logprobs[row]
+        torch.testing.assert_close(logprobs[: len(ranking)].double(), exact[row, ranking], rtol=1e-7, atol=1e-7)
+        assert (logprobs[len(ranking) :] == -torch.inf).all()

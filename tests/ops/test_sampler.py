@@ -347,21 +347,21 @@ def test_rows_are_taken_from_where_source_says(level: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 128, 49_152])
-def test_logprobs(vocab: int, level: str) -> None:
+def test_logprobs(vocab: int, kernels: Any) -> None:
     logits = random_logits(9, vocab, seed=10)
     ids = torch.randint(0, vocab, (9, 3), generator=torch.Generator().manual_seed(1))
-    got = ops.logprobs_of(logits, ids)
+    got = kernels.logprobs_of(logits, ids)
     want = torch.log_softmax(logits.double(), -1).gather(1, ids)
     torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-7)
-    alone = torch.cat([ops.logprobs_of(logits[i : i + 1], ids[i : i + 1, :1]) for i in range(9)])
+    alone = torch.cat([kernels.logprobs_of(logits[i : i + 1], ids[i : i + 1, :1]) for i in range(9)])
     assert torch.equal(got[:, :1], alone)
 
 
-def test_logprobs_of_odd_rows(level: str) -> None:
+def test_logprobs_of_odd_rows(kernels: Any) -> None:
     logits = torch.zeros(3, 200)
     logits[0, 5] = -torch.inf
     logits[1, 5] = torch.nan
-    got = ops.logprobs_of(logits, torch.tensor([[5], [0], [0]]))[:, 0]
+    got = kernels.logprobs_of(logits, torch.tensor([[5], [0], [0]]))[:, 0]
     assert got[0] == -torch.inf
     assert got[1].isnan()
     assert got[2].item() == pytest.approx(-np.log(200))
@@ -374,7 +374,7 @@ def ranked(row: npt.NDArray[np.float32], count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "banned"])
 @pytest.mark.parametrize("vocab", [5, 128, 3_001])
-def test_the_most_likely_ids(vocab: int, kind: str, level: str) -> None:
+def test_the_most_likely_ids(vocab: int, kind: str, kernels: Any) -> None:
     logits = random_logits(6, vocab, seed=15)
     if kind == "ties":
         logits = logits.round()
@@ -382,8 +382,8 @@ def test_the_most_likely_ids(vocab: int, kind: str, level: str) -> None:
         logits[:, 2:] = -torch.inf
     ids = torch.randint(0, vocab, (6, 2), generator=torch.Generator().manual_seed(2))
     for num_top in (0, 1, 20, 1_000):
-        told = ops.logprobs_topn(logits, ids, num_top, ranks=True)
-        assert torch.equal(told.logprobs, ops.logprobs_of(logits, ids))
+        told = kernels.logprobs_topn(logits, ids, num_top, ranks=True)
+        assert torch.equal(told.logprobs, kernels.logprobs_of(logits, ids))
         assert told.ranks.tolist() == [int((row > row[i]).sum()) + 1 for row, i in zip(logits, ids[:, 0], strict=True)]
         assert told.top_ids.shape == told.top_logprobs.shape == (6, min(num_top, vocab))
         for r, row in enumerate(logits):
@@ -391,17 +391,17 @@ def test_the_most_likely_ids(vocab: int, kind: str, level: str) -> None:
             assert told.top_ids[r, : len(want)].tolist() == want
             assert torch.equal(
                 told.top_logprobs[r, : len(want)],
-                ops.logprobs_of(row[None], torch.tensor([want], dtype=torch.int64))[0],
+                kernels.logprobs_of(row[None], torch.tensor([want], dtype=torch.int64))[0],
             )
             assert bool((told.top_logprobs[r, len(want) :] == -torch.inf).all())
 
 
-def test_the_most_likely_ids_of_rows_that_source_names_and_of_odd_ones(level: str) -> None:
+def test_the_most_likely_ids_of_rows_that_source_names_and_of_odd_ones(kernels: Any) -> None:
     logits = random_logits(4, 300, seed=16)
     logits[1, 7] = torch.nan
     logits[2, 7] = torch.inf
     source = torch.tensor([3, 3, 0, 1, 2])
-    told = ops.logprobs_topn(logits, torch.empty((5, 0), dtype=torch.int64), 3, source=source)
+    told = kernels.logprobs_topn(logits, torch.empty((5, 0), dtype=torch.int64), 3, source=source)
     assert told.logprobs.shape == (5, 0)
     assert torch.equal(told.top_ids[0], told.top_ids[1])
     assert told.top_ids[2].tolist() == ranked(logits[0].numpy(), 3)
