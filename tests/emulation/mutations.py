@@ -36,6 +36,7 @@ ATTENTION, LINEAR, LAYER = "test_cuda_attention.py", "test_cuda_linear.py", "tes
 WORDS, LOGPROBS = f"{SAMPLER} philox_words", f"{SAMPLER} logprobs"
 GATE, NEIGHBOURS = f"{LINEAR} gate_is", f"{LINEAR} neighbours"
 ROWS, SPLITS = f"{ATTENTION} against_float64 and g3", f"{ATTENTION} many_splits or grid_and_workspace and g3"
+DEVICE, PLAIN_SAMPLER = "test_device_ops.py", "test_sampler.py"
 STREAM, SOFTMAX, DECODING = "attention_stream.cuh", "attention_softmax.cuh", "attention_decode.cuh"
 # Where a header is part of several: the one that the cases reach.
 UNITS = {ATTENTION: "paged_attention_64.cu"}
@@ -71,7 +72,7 @@ FAULTS = (
     ),
     Fault("scaled the wrong way", "cache.cu", "to_float(from[i + j]) / by", "to_float(from[i + j]) * by", HEADS),
     Fault("copy runs past the block", "blocks.cu", "if (at < end) store", "if (at <= end) store", CACHE),
-    Fault("layers staged over one another", "blocks.cu", "i * staged_bytes + offset", "i * staged_bytes", CACHE),
+    Fault("layers staged over one another", "blocks.cu", ".staged_bytes + offset", ".staged_bytes", CACHE),
     Fault("sine of the other half", "heads.cuh", "high * to_float(sin[a])", "high * to_float(sin[b])", HEADS),
     Fault("last pair of a head left out", "heads.cuh", "if (pair < dim / 2)", "if (pair < dim / 2 - 1)", HEADS),
     Fault("one round too few", "philox.cuh", "round < 10", "round < 9", SAMPLER),
@@ -95,6 +96,12 @@ FAULTS = (
     Fault("repetition after the counts", "logits.cu", "logit > 0.0f ?", "logit >= 1.0f ?", LOGITS),
     Fault("own count in the start", "batch.cu", "i = thread; i < seq;", "i = thread; i <= seq;", BATCH),
     Fault("padding taken for a sequence", "batch.cu", "seq >= *num_seqs", "seq > *num_seqs", BATCH),
+    Fault("padding given a length", "batch.cu", "row < 0 ? 0 : first + count", "first + count", DEVICE),
+    Fault("an id that failed is stored", "batch.cu", "drawn[i] < 0 ? 0 : drawn[i]", "drawn[i]", DEVICE),
+    Fault("ranks count the id itself", "logprobs.cu", "other > logit", "other >= logit", PLAIN_SAMPLER),
+    Fault("rows not taken from their source", "logprobs.cu", ": a.source[row]) * a", ": row) * a", PLAIN_SAMPLER),
+    Fault("last elements of K left out", "linear_float32.cuh", "i < many", "i < many - 1", LINEAR),
+    Fault("second launch starts anew", "blocks.cu", "offsets[first + i]", "offsets[i]", CACHE),
     Fault("waits for one copy too few", STREAM, "wait<SLOTS - 2>", "wait<SLOTS - 1>", ROWS),
     Fault("slot read before all copies are seen", STREAM, "      sync_block();", "", ROWS),
     Fault("next split's blocks not looked up", STREAM, "tile_ % kTilesPerSplit == 0", "false", ROWS),
