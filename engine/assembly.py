@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
 
 import torch
 
 from engine import ops
-from engine.attention.native import NativeAttention
+from engine.attention.select import select
+from engine.batch import ScheduledBatch
 from engine.config import EngineConfig, SchedulerConfig, StartError
+from engine.device import Device, choose_device, is_out_of_memory
+from engine.device_parts import Sizes, ready_runner, size_pool
 from engine.kv.cache import KVCache, bytes_per_token, num_blocks_for
 from engine.kv.manager import KVCacheManager
+from engine.loop import Handle
 from engine.models.backbone import Backbone
 from engine.models.loader import LoadedModel, load_model
 from engine.models.stopwatch import Stopwatch
@@ -31,13 +35,23 @@ from engine.tokenizer import Tokenizer
 logger = logging.getLogger("pagemill.engine")
 
 
+class LoadedRunner(Protocol):
+    """ModelRunner on the CPU, DeviceRunner on a device."""
+
+    backbone: Backbone
+    kv_cache: KVCache
+
+    def launch(self, batch: ScheduledBatch) -> Handle: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    runner: ModelRunner
+    runner: LoadedRunner
     scheduler: Scheduler
     tokenizer: Tokenizer
     info: ModelInfo
     grammars: GrammarStore | None = None  # None: no structured output
+    step_bytes: int = 0  # of the largest step, as far as the model tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +74,86 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     """Load, size the pool, build and warm up; `progress` is told how far it is. Raises StartError with one
     sentence."""
     try:
-        return _load_engine(config, Stopwatch(progress))
+        return _load_engine(config, choose_device(config.device.device), Stopwatch(progress))
     except MemoryError as error:
         raise StartError("There is too little memory to load this model.") from error
-    except RuntimeError as error:  # torch's allocator
-        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+    except RuntimeError as error:  # torch's allocators
+        if is_out_of_memory(error) or "not enough memory" in str(error) or "can't allocate memory" in str(error):
             raise StartError("There is too little memory to load this model.") from error
         raise
 
 
-def _load_engine(config: EngineConfig, watch: Stopwatch) -> EngineParts:
+def _load_engine(config: EngineConfig, device: Device, watch: Stopwatch) -> EngineParts:
+    if device.is_cuda:
+        torch.cuda.set_device(device.torch_device)  # of this thread, which alone computes
     torch.set_num_threads(config.device.compute_threads())
     _select_isa(config.device.cpu_isa)
-    model = load_model(config.model, config.device, backend=NativeAttention(), watch=watch)
-    backbone = model.backbone
-    max_model_len = _wanted_model_len(config, model)
-    wanted = config.scheduler.max_num_seqs * max_model_len
-    num_blocks = num_blocks_for(
-        config.cache, backbone.layers, backbone.dtype, wanted, _largest_step(config.scheduler, backbone)
-    )
-    block_size = config.cache.block_size
-    max_model_len = _cap_to_pool(max_model_len, num_blocks * block_size)
-
-    with watch.phase("kv_pool"):
-        kv_cache = KVCache(backbone.layers, num_blocks, block_size, backbone.dtype)
-    vocab_size = min(backbone.vocab_size, model.tokenizer.vocab_size)
+    backend = select(config.device.attention_backend, device)
+    model = load_model(config.model, config.device, backend=backend, device=device, watch=watch)
+    vocab_size = min(model.backbone.vocab_size, model.tokenizer.vocab_size)
     eos_token_ids = _within(model.eos_token_ids, vocab_size)
     grammars = GrammarStore(model.tokenizer, vocab_size, eos_token_ids, config.structured)
+    sizes = Sizes(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=_wanted_model_len(config, model),
+        vocab_size=vocab_size,
+        pipeline_depth=config.scheduler.pipeline_depth or (2 if device.is_cuda else 1),
+        block_size=config.cache.block_size,
+    )
+    build = _on_device if device.is_cuda else _on_host
+    runner, max_model_len, step_bytes = build(config, model.backbone, device, sizes, grammars, watch)
+    num_blocks = runner.kv_cache.num_blocks
+    info = _describe(config, model, device, max_model_len, vocab_size, eos_token_ids, num_blocks, watch.seconds)
+    config = replace(config, scheduler=replace(config.scheduler, pipeline_depth=sizes.pipeline_depth))
+    return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info, grammars, step_bytes)
+
+
+def _on_host(
+    config: EngineConfig,
+    backbone: Backbone,
+    device: Device,
+    sizes: Sizes,
+    grammars: GrammarStore,
+    watch: Stopwatch,
+) -> tuple[LoadedRunner, int, int]:
+    """(runner, max_model_len, bytes of the largest step)."""
+    wanted = sizes.max_num_seqs * sizes.max_model_len
+    step_bytes = _largest_step(config.scheduler, backbone)
+    num_blocks = num_blocks_for(config.cache, backbone.layers, backbone.dtype, wanted, step_bytes)
+    max_model_len = _cap_to_pool(sizes.max_model_len, num_blocks * sizes.block_size)
+    with watch.phase("kv_pool"):
+        kv_cache = KVCache(backbone.layers, num_blocks, sizes.block_size, backbone.dtype)
     runner = ModelRunner(
         backbone,
         kv_cache,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=sizes.max_num_seqs,
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=sizes.vocab_size,
         grammars=grammars,
     )
     with watch.phase("warm_up"):
-        runner.warm_up(config.scheduler.max_num_batched_tokens)
-    info = _describe(config, model, max_model_len, vocab_size, eos_token_ids, num_blocks, watch.seconds)
-    return EngineParts(runner, new_scheduler(config, info), model.tokenizer, info, grammars)
+        runner.warm_up(sizes.max_num_batched_tokens)
+    return runner, max_model_len, step_bytes
+
+
+def _on_device(
+    config: EngineConfig,
+    backbone: Backbone,
+    device: Device,
+    sizes: Sizes,
+    grammars: GrammarStore,
+    watch: Stopwatch,
+) -> tuple[LoadedRunner, int, int]:
+    """As _on_host. Rotary tables are made whole first: a recorded step knows where they lie."""
+    backbone.model.cover(sizes.max_model_len)
+    with watch.phase("kv_pool"):
+        num_blocks, memory = size_pool(backbone, device, sizes, config.cache, grammars)
+    sizes = replace(sizes, max_model_len=_cap_to_pool(sizes.max_model_len, num_blocks * sizes.block_size))
+    with watch.phase("warm_up"):
+        kv_cache = KVCache(backbone.layers, num_blocks, sizes.block_size, backbone.dtype, device.torch_device)
+        runner = ready_runner(backbone, kv_cache, device, sizes, grammars)
+    return runner, sizes.max_model_len, max(0, memory.peak_reserved + memory.beside_steps - backbone.weight_bytes)
 
 
 def _select_isa(name: str) -> None:
@@ -124,7 +179,7 @@ def plan(config: EngineConfig) -> Plan:
         info=parts.info,
         weight_bytes=backbone.weight_bytes,
         kv_pool_bytes=parts.runner.kv_cache.num_bytes,
-        step_bytes=_largest_step(config.scheduler, backbone),
+        step_bytes=parts.step_bytes,
         num_pool_tokens=parts.info.num_blocks * parts.info.block_size,
     )
 
@@ -154,6 +209,7 @@ def _cap_to_pool(max_model_len: int, pool_tokens: int) -> int:
 def _describe(
     config: EngineConfig,
     model: LoadedModel,
+    device: Device,
     max_model_len: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
@@ -162,14 +218,14 @@ def _describe(
 ) -> ModelInfo:
     backbone = model.backbone
     profile = {
-        "device": f"cpu-{platform.machine()}",
-        "isa": ops.isa(),
+        "device": device.name,
+        "isa": ops.isa() if device.capability is None else "sm_{}{}".format(*device.capability),
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "quantization": backbone.quantization,
-        "attention_backend": "native",
+        "attention_backend": config.device.attention_backend,
         "parallel_size": "1",
         "pagemill": _version("pagemill"),
-        "kernels": hashlib.blake2b(ops.LIBRARY.read_bytes(), digest_size=8).hexdigest(),
+        "kernels": _kernels(device),
         "torch": torch.__version__,
     }
     spelled = "\n".join(f"{key}={value}" for key, value in sorted(profile.items()))
@@ -194,6 +250,12 @@ def _describe(
         sampling_defaults=model.sampling_defaults,
         load_seconds=seconds,
     )
+
+
+def _kernels(device: Device) -> str:
+    """Tells builds of the library that computes apart."""
+    library = ops.CUDA_LIBRARY if device.is_cuda and ops.CUDA_LIBRARY is not None else ops.LIBRARY
+    return hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
 
 
 def _within(eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
