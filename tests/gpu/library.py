@@ -2,7 +2,7 @@
 
     python -m tests.gpu.library [--out FOLDER] [--dry]
 
-Exits with 1 if not, after one line for each thing that is missing.
+Exits with UNUSABLE_OPS if the ops do not load or compute, with 1 if packages are missing, each named in a line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from tests.gpu.place import Place, open_place
 
+UNUSABLE_OPS = 3  # to be built here
 PACKAGES = (
     "fastapi", "gguf", "httptools", "jinja2", "llguidance", "orjson", "prometheus_client", "pydantic",
     "pydantic_settings", "pytest", "safetensors", "tokenizers", "tqdm", "transformers", "uvicorn", "uvloop",
@@ -52,7 +53,7 @@ def main() -> int:
         check_ops(place)
     except (ImportError, OSError, RuntimeError) as error:
         place.results.tell("compiled ops", "unusable", note=str(error).splitlines()[0][:160])
-        return 1
+        return UNUSABLE_OPS
     place.results.tell("compiled ops", "loaded, a first kernel ran")
     return 1 if missing else 0
 

@@ -3,6 +3,7 @@
 #
 #   tests/gpu/run.sh            on the machine with the GPU, after tests/gpu/pack.sh elsewhere if it has no network
 #   tests/gpu/run.sh --dry      on any machine: every stage on the CPU with tiny sizes, up to where a GPU is needed
+#   tests/gpu/run.sh [--dry] STAGE...      the first two stages and those named
 #
 # Every stage has its own time limit; one that fails or runs out of time does not stop the next. Each result is in
 # $OUT/results.jsonl as soon as it is known; the table comes last, in $OUT/table.md too. docs/gpu-results.md explains it.
@@ -11,14 +12,20 @@
 # PYTHON  default: .venv's where there is one, else python3
 # TOTAL   seconds for everything (460)
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+SCRIPT=$(realpath "$0")
+cd "$(dirname "$SCRIPT")/../.."
 
 DRY=
-case ${1:-} in
---dry) DRY=--dry ;;
-'') ;;
-*) echo "usage: $0 [--dry]" >&2 && exit 2 ;;
-esac
+if [ "${1:-}" = --dry ]; then
+    DRY=--dry
+    shift
+fi
+ONLY=("$@")
+for name in "$@"; do
+    grep -qE "^(part|stage) ('$name'|$name) [0-9]" "$SCRIPT" && continue
+    echo "usage: $0 [--dry] [STAGE...]; there is no stage '$name'" >&2
+    exit 2
+done
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 OUT=${OUT:-build/gpu-results}
 TOTAL=${TOTAL:-460}
@@ -28,10 +35,20 @@ export DRY PYTHON OUT PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/build/gpu/site${PY
 # caches of what is prepared at a first start stay with the results' machine and out of the user's
 export XDG_CACHE_HOME=$PWD/build/gpu/cache HF_HUB_OFFLINE=1
 
+is_wanted() {
+    local name
+    ((${#ONLY[@]})) || return 0
+    for name in prepare rates "${ONLY[@]}"; do
+        [ "$name" != "$1" ] || return 0
+    done
+    return 1
+}
+
 # stage NAME SECONDS COMMAND...: results go to stdout, what else is said to $OUT/stages.log.
 stage() {
     local name=$1 limit=$2 left=$((TOTAL - SECONDS)) start=$SECONDS status seconds
     shift 2
+    is_wanted "$name" || return 0
     if ((left < 5)); then
         status="not run: no time left"
     else

@@ -46,9 +46,18 @@ def test_stages_have_limits_and_their_modules_exist() -> None:
 
 
 def test_the_script_refuses_what_it_does_not_know() -> None:
-    ended = subprocess.run([SCRIPT, "--wet"], capture_output=True, text=True)
+    ended = subprocess.run([SCRIPT, "--dry", "rates", "wet"], capture_output=True, text=True)
     assert ended.returncode == 2
-    assert "usage" in ended.stderr
+    assert "there is no stage 'wet'" in ended.stderr
+
+
+def test_named_stages_run_alone_and_a_limit_cuts_one_off(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "TOTAL": "6"}
+    ended = subprocess.run([SCRIPT, "--dry", "copy_blocks", "op cases, rest"], env=env, capture_output=True, text=True)
+    _, stages = read(tmp_path)
+    assert [stage["stage"] for stage in stages] == ["prepare", "rates", "copy_blocks", "op cases, rest"]
+    assert stages[-1]["status"] in ("not run: no time left", "out of time")
+    assert "op cases, rest" in ended.stdout
 
 
 def named_stages() -> list[str]:
