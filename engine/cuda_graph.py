@@ -59,7 +59,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Tensor]) -> None:
