@@ -79,7 +79,7 @@ def op_cases(place: Place, name: str, seconds: float) -> int:
     if counts["SKIPPED"]:
         note = f"{counts['SKIPPED']} skipped"
     place.results.tell(
-        f"op cases, {name}", counts["PASSED"], "passed", share=counts["PASSED"] / ran if ran else None, of="run",
+        f"op cases, {name}", counts["PASSED"], "passed", share=counts["PASSED"] / ran if ran else None, of="cases run",
         aim=None if place.is_dry else 1.0, note=note,
     )  # fmt: skip
     for case in failures(text)[:5]:
@@ -108,7 +108,7 @@ def sanitized(place: Place, tool: str, seconds: float) -> int:
     failed = counts["FAILED"] + counts["ERROR"]
     note = f"{counts['PASSED']} cases passed, {failed} failed{'' if ended else ', cut off'}"
     clean = errors == 0 and counts["PASSED"] > 0 and failed == 0
-    place.results.tell(tool, errors, "errors", share=float(clean), of="clean", aim=1.0, note=note)
+    place.results.tell(tool, errors, "errors", share=float(clean), of="what must be clean", aim=1.0, note=note)
     return int(not clean)
 
 

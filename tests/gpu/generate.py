@@ -38,6 +38,11 @@ def make_model(place: Place) -> Any:
     return model.eval()
 
 
+def ids_of(request: PlannedRequest) -> list[int]:
+    assert isinstance(request.prompt, tuple)
+    return list(request.prompt)
+
+
 def requests_of(place: Place, workload: Workload) -> list[PlannedRequest]:
     source = TokenIds(*place.sized((1000, 100_000), (10, 400)))
     sessions = place.sized(workload, tiny(workload)).build(0, source)
@@ -49,7 +54,7 @@ def kv_tokens(place: Place, model: Any) -> int:
     config = model.config
     per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
     free = (1 << 26) if place.is_dry else torch.cuda.mem_get_info()[0]
-    return int(free * HEADROOM) // per_token
+    return int(free * HEADROOM / per_token)
 
 
 def padded_rate(place: Place, model: Any, batches: Sequence[Batch]) -> tuple[float, float]:
@@ -57,7 +62,7 @@ def padded_rate(place: Place, model: Any, batches: Sequence[Batch]) -> tuple[flo
     place.synchronize()
     start = time.perf_counter()
     for batch in batches:
-        run_batch(model, [list(request.prompt) for request in batch.requests], batch.max_new_tokens, "dynamic")
+        run_batch(model, [ids_of(request) for request in batch.requests], batch.max_new_tokens, "dynamic")
     place.synchronize()
     took = time.perf_counter() - start
     useful = sum(batch.useful_tokens for batch in batches)
@@ -106,7 +111,7 @@ def continuous_rate(model: Any, requests: Sequence[PlannedRequest]) -> float:
     config = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
     start = time.perf_counter()
     found = model.generate_batch(
-        inputs=[list(request.prompt) for request in requests], generation_config=config, progress_bar=False,
+        inputs=[ids_of(request) for request in requests], generation_config=config, progress_bar=False,
         record_timestamps=True,
     )  # fmt: skip
     wall = time.perf_counter() - start

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def blocks(place: Place) -> None:
             torch.ones(num_blocks, BLOCK_BYTES, dtype=torch.uint8, device=place.device) for _ in range(layers)
         ]  # fmt: skip
         pairs = torch.randperm(num_blocks, device=place.device).view(count, 2)
-        seconds, how = measure(place, [lambda caches=caches, pairs=pairs: ops.copy_blocks(caches, pairs)])
+        seconds, how = measure(place, [partial(ops.copy_blocks, caches, pairs)])
         moved = 2 * count * layers * BLOCK_BYTES
         place.results.tell(
             f"copy_blocks {count} x {layers} layers", moved / seconds / 1e9, "GB/s",
@@ -65,11 +66,12 @@ def linear_calls(
         torch.randn(features, columns, dtype=torch.bfloat16, device=place.device) * columns**-0.5 for _ in range(count)
     ]
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=place.device)
-    out_features, activation = (features // 2, "silu") if gated else (features, None)
     packed = [ops.pack_linear(weight, gated=gated) for weight in weights]
-    ours = [lambda w=each: ops.linear(x, w, None, out_features, activation=activation) for each in packed]
-    theirs = [lambda w=each: torch.nn.functional.linear(x, w) for each in weights]
-    return ours, theirs
+    if gated:
+        ours = [partial(ops.linear, x, each, None, features // 2, activation="silu") for each in packed]
+    else:
+        ours = [partial(ops.linear, x, each, None, features) for each in packed]
+    return list(ours), [partial(torch.nn.functional.linear, x, each) for each in weights]
 
 
 def linear(place: Place) -> None:
@@ -142,7 +144,7 @@ def sampler(place: Place) -> None:
                 f"sample {rows} rows, {name}", seconds * 1e6, "us", share=seconds / floor, of="x reading logits",
                 note=how,
             )  # fmt: skip
-        argmax, _ = measure(place, [lambda logits=logits: logits.argmax(-1)], 0.05)
+        argmax, _ = measure(place, [partial(torch.argmax, logits, -1)], 0.05)
         place.results.tell(
             f"torch.argmax {rows} rows", argmax * 1e6, "us", share=argmax / floor, of="x reading logits"
         )

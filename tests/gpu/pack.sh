@@ -29,9 +29,10 @@ pack_wheels() {
 # In a folder below build/gpu, where engine/ops.py does not look: this machine goes on with its own.
 pack_lib() {
     [ "$(uname -m)" = x86_64 ] || echo "built on $(uname -m): that machine must be of this kind, too" >&2
-    local generator=()
+    local generator=() torch
+    torch=$("$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent)')
     if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-    cmake -S csrc -B build/gpu/lib "${generator[@]}" -DPAGEMILL_CUDA=ON \
+    cmake -S csrc -B build/gpu/lib "${generator[@]}" -DPAGEMILL_CUDA=ON -DTORCH_DIR="$torch" \
         -DCMAKE_CUDA_ARCHITECTURES="${ARCHITECTURES:-90a-real}" -DPython3_EXECUTABLE="$(realpath -s "$PYTHON")" >/dev/null
     cmake --build build/gpu/lib -j "${JOBS:-$(nproc)}" --target _C _C_cuda >build/gpu/lib/build.log 2>&1 || {
         tail -n 40 build/gpu/lib/build.log >&2

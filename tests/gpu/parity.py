@@ -66,7 +66,7 @@ def against_cpu(place: Place, reference: LLM, prompts: Prompts, ours: list[Compl
     fine = sum(margin < NEAR for margin in margins) + equal
     place.results.tell(
         "greedy rows as on the CPU", equal, f"of {len(prompts)}", share=fine / len(prompts),
-        of="equal, or parting at a near tie", aim=1.0, note=f"largest margin {max(margins, default=0.0):.3f}",
+        of="rows equal or parted by a near tie", aim=1.0, note=f"largest margin {max(margins, default=0.0):.3f}",
     )  # fmt: skip
     mean, most = sum(differences) / len(differences), max(differences)
     place.results.tell("logprobs, mean difference", mean, note=f"at most {most:.3f}")

@@ -104,10 +104,10 @@ def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], objec
 
 
 def _device_seconds(run: Callable[[], object], times: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(times):
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 # Kind -> pattern of kernels' own names, the first that fits counts; on the CPU the names are those of ops.
@@ -48,17 +49,22 @@ def kind_of(name: str) -> str:
 
 def summarise(spans: Iterable[Span], wall: float) -> Profile:
     """Spans may overlap: IDLE is the time that none of them covers."""
-    by_kind: Counter[str] = Counter()
-    by_name: Counter[str] = Counter()
+    by_kind: dict[str, float] = defaultdict(float)
+    by_name: dict[str, float] = defaultdict(float)
     busy, covered = 0.0, float("-inf")
     for name, start, end in sorted(spans, key=lambda span: span[1]):
         by_kind[kind_of(name)] += end - start
         by_name[name] += end - start
         busy += max(0.0, end - max(start, covered))
         covered = max(covered, end)
-    seconds = dict(by_kind.most_common()) | {IDLE: max(0.0, wall - busy)}
-    text = "\n".join(f"{took * 1e3:10.3f} ms  {kind_of(name):36s}  {name}" for name, took in by_name.most_common(60))
-    return Profile(wall, seconds, text + "\n")
+    seconds = longest_first(by_kind) | {IDLE: max(0.0, wall - busy)}
+    named = list(longest_first(by_name).items())[:60]
+    text = "".join(f"{took * 1e3:10.3f} ms  {kind_of(name):36s}  {name}\n" for name, took in named)
+    return Profile(wall, seconds, text)
+
+
+def longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def profiled(device: str, work: Callable[[], object]) -> Profile:
@@ -74,7 +80,7 @@ def profiled(device: str, work: Callable[[], object]) -> Profile:
 
 
 def spans_of(events: Iterable[object], device: str) -> list[Span]:
-    wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     return [
         (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)  # type: ignore[attr-defined]
         for event in events

@@ -43,7 +43,8 @@ class Line:
 
     def cells(self) -> list[str]:
         """One per column."""
-        share = "" if self.share is None else f"{_share(self.share, self.of)} {self.of.removeprefix('x ')}".strip()
+        link = " " if self.of.startswith("x ") else " of "
+        share = "" if self.share is None else _share(self.share, self.of) + link + self.of.removeprefix("x ")
         aim = "" if self.aim is None else (_number(self.aim) if self.share is None else _share(self.aim, self.of))
         verdict = {None: "", True: "met", False: "MISSED"}[self.is_met]
         measured = f"{_number(self.value)} {self.unit}".strip()

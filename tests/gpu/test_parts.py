@@ -33,7 +33,7 @@ def test_a_line_is_there_when_it_is_told_and_the_table_has_it(tmp_path: Path) ->
     assert results.value("other rate", 1.0) == 1.0
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table(lines, stages).splitlines()]
     assert ["copy rate", "4,000 GB/s", "", "", ""] in rows
-    assert ["copy_blocks", "3,500 GB/s", "88% copy rate", "90%", "MISSED; slow"] in rows
+    assert ["copy_blocks", "3,500 GB/s", "88% of copy rate", "90%", "MISSED; slow"] in rows
     assert ["served over generate", "12 x", "", "10", "met"] in rows
     assert ["sample", "20 us", "1.50 x reading logits", "", ""] in rows
     assert ["copy", "FAILED", "3"] in rows
