@@ -68,6 +68,6 @@ async def test_clients_hear_of_it_and_the_process_fails(depth: int, late: bool) 
         )
         assert '"error"' in streamed.text.split("data: ")[-2]
         assert streamed.text.endswith("data: [DONE]\n\n")
-        assert plain.status_code == 500
+        assert plain.status_code == 503, "no fault of the request: another server may do it"
         assert "CUDA" not in plain.text + streamed.text, "inner detail stays inside"
     assert await asyncio.wait_for(serving, 30) == 1
