@@ -20,8 +20,9 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfi
 from engine.cuda_graph import DecodeGraphs, decode_buckets
 from engine.device import HostLane
 from engine.device_batch import decode_forward
-from engine.sampling.sampler import NON_FINITE
+from engine.sampling.sampler import NON_FINITE, NOT_PROCESSED
 from engine.sampling_params import BeamSearch, ReasoningMarks, SamplingParams, StructuredOutput
+from engine.step_buffers import Download
 from tests.engine.delayed_lane import DelayedLane
 from tests.engine.lockstep import Driver, Pair
 from tests.engine.run_again import RecorderOfRuns
@@ -302,3 +303,41 @@ def test_warm_up_leaves_no_trace(pair: Pair) -> None:
     stream = driver.add([10, 20, 30], SamplingParams(max_tokens=5, ignore_eos=True))
     driver.run()
     assert driver.texts[stream, 0].finish_reason == "length"
+
+
+def test_ids_outside_the_vocabulary_are_not_applied(pair: Pair) -> None:
+    driver = driver_of(pair)
+    bad = driver.add([10, 20, 30], SamplingParams(max_tokens=5, logit_bias=((VOCAB_SIZE + 7, 1.0),), logprobs=1))
+    good = driver.add([10, 20, 30], SamplingParams(max_tokens=5, logit_bias=((VOCAB_SIZE - 1, 1.0),), logprobs=1))
+    driver.run()
+    assert driver.texts[bad, 0].outputs[-1].error == NOT_PROCESSED
+    assert driver.texts[good, 0].outputs[-1].error is None
+
+
+def test_a_step_that_cannot_be_read_fails_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grammar's next step finds out in launch; what comes later is well."""
+    driver = driver_of(pair)
+    params = SamplingParams(max_tokens=9, structured=FORMS[1])
+    driver.add([10, 20, 30], params)
+    driver.step()
+    [(oldest, handle)] = driver._in_flight
+    batch = driver.scheduler.schedule(100.0)
+    assert batch is not None
+
+    def lost(_: Any) -> None:
+        raise RuntimeError("lost on the way")
+
+    driver.runner.plain.launch(batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Download, "wait", lost)
+        with pytest.raises(RuntimeError, match="lost on the way"):
+            driver.runner.device.launch(batch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost on the way"):
+            handle.device.result()
+    driver._in_flight.clear()
+    driver._take(driver.scheduler.fail_step(oldest, "lost", 100.0))
+    driver._take(driver.scheduler.fail_step(batch, "lost", 100.0))
+    later = driver.add([11, 21, 31], params)
+    driver.run()
+    assert driver.texts[later, 0].finish_reason in ("stop", "length")
