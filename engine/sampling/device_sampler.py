@@ -132,13 +132,15 @@ class Draw:
         """logits: [num_logits, vocab], float32; may be changed. The drawn tokens go into the rows, a failed row's is
         0."""
         raw = logits[:, : self._sampler.vocab_size]
-        edited = raw if self._source is None else raw.index_select(0, self._source.tensor)
-        if edited is raw and (self._masks is not None or self._raw) and self._edits:
+        edited, source = raw, None if self._source is None else self._source.tensor
+        if source is not None and (self._is_edited or self._processed):
+            edited, source = raw.index_select(0, source), None
+        elif self._is_edited and (self._masks is not None or self._raw):
             edited = raw.clone()
         self._edit(edited, raw)
         params = temperature, top_k, top_p, min_p, greedy = [item.tensor for item in self._params]
         seed_keys, positions = self._seed_keys.tensor, self._positions.tensor
-        ids = ops.sample(edited, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
+        ids = ops.sample(edited, temperature, top_k, top_p, min_p, greedy, seed_keys, positions, source=source)
         device_ops.store_tokens(self._table.token_ids, self._at.tensor, positions, ids)
         if self._penalties is not None:
             device_ops.count_tokens(self._sampler.counts.tables[0], self._at.tensor, ids)
@@ -151,7 +153,7 @@ class Draw:
             self._processed.ask(drawn, ids, download)
 
     @property
-    def _edits(self) -> bool:
+    def _is_edited(self) -> bool:
         return self._penalties is not None or self._biases is not None or self._masks is not None
 
     def _edit(self, logits: Tensor, raw: Tensor) -> None:
