@@ -30,10 +30,10 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     draw = ops.sample
     with kernels_of(request.param) as launched:
 
-        def sample(*given: Tensor, **edits: Any) -> Tensor:
-            return (
-                draw(*given, **edits) if any(edit is not None for edit in edits.values()) else launched.sample(*given)
-            )
+        def sample(*given: Tensor, source: Tensor | None = None, **edits: Any) -> Tensor:
+            if any(edit is not None for edit in edits.values()):  # ModelRunner's
+                return draw(*given, source=source, **edits)
+            return launched.sample(*given, source=source)
 
         monkeypatch.setattr(ops, "sample", sample)
         kernels = LaunchedDeviceOps(launched)
