@@ -324,7 +324,8 @@ class LaunchedOps:
         )  # fmt: skip
         self.launch(
             "logprobs_topn", logits, rows, logits.shape[1], logits.stride(0), source, ids, ids.shape[1], told.logprobs,
-            count, told.top_ids, told.top_logprobs, told.ranks if ranks else None, changes=told,
+            count, told.top_ids, told.top_logprobs, told.ranks if ranks else None,
+            changes=[part for part in told if part.numel()],
         )  # fmt: skip
         return told
 

@@ -176,3 +176,40 @@ def test_rotation_and_cache(launched: LaunchedOps) -> None:
     assert not out[1].any(), "padding sees no key"
     assert out[2].isfinite().all()
     torch.testing.assert_close(out[2:], plain_out[2:], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 40])
+def test_bounds_cannot_be_seen_in_attention(launched: LaunchedOps, multiprocessors: int) -> None:
+    """What a recorded step passes, the longest there may ever be, gives the bits of the batch's own lengths; sequences
+    of several splits, of one, and padding."""
+    shape = Shape(kv_heads=2, group=2)
+    lengths = [2100, 1, 0, 300, 0, 1030]
+    generator = torch.Generator().manual_seed(9)
+    width = 160
+    num_blocks = sum(-(-length // BLOCK) for length in lengths)
+    caches = empty_caches(num_blocks, shape, torch.bfloat16)
+    order = torch.randperm(num_blocks, generator=generator).int().tolist()
+    tables = torch.zeros(len(lengths), width, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        for place in range(0, length, BLOCK):
+            tables[row, place // BLOCK] = block = order.pop()
+            for cache in caches:
+                held = min(BLOCK, length - place)
+                cache[block, :, :held] = torch.randn(2, held, 64, generator=generator).bfloat16()
+    query = torch.randn(len(lengths), 4, 64, generator=generator).bfloat16()
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    found = []
+    for longest in (max(lengths), width * BLOCK):
+        found.append(
+            launched.paged_attention(
+                query, *caches, tables, starts, int32(*lengths), scale=0.125, max_query_len=1, max_seq_len=longest,
+                multiprocessors=multiprocessors,
+            )
+        )  # fmt: skip
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
+    assert not found[0][[2, 4]].any()
+    alone = launched.paged_attention(
+        query[:1], *caches, tables[:1], starts[:2], int32(lengths[0]), scale=0.125, max_query_len=1
+    )
+    assert torch.equal(alone, found[0][:1])
