@@ -57,6 +57,7 @@ def measure(backbone: Backbone, device: Device, sizes: Sizes, grammars: GrammarS
     cache = KVCache(backbone.layers, TRIAL_BLOCKS, sizes.block_size, backbone.dtype, device.torch_device)
     try:
         peak = _step_peak(backbone, cache, device, sizes, grammars)
+        gc.collect()  # of the trial's runner nothing is left
         beside = max(0, _recorded_peak(backbone, device, sizes) - _reserved(device)) if backbone.is_capturable else 0
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -95,7 +96,6 @@ def _peak(device: Device, run: Callable[[], object]) -> int:
 
 def _reserved(device: Device) -> int:
     """Bytes, once all that is not in use has gone back."""
-    gc.collect()
     give_back_memory()
     return torch.cuda.memory_reserved(device.torch_device)
 
