@@ -74,7 +74,7 @@ part() {
     stage "$name" "$limit" "$PYTHON" -m "tests.gpu.$module" "$@" --out "$OUT" $DRY
 }
 
-stage prepare 150 tests/gpu/prepare.sh
+stage prepare 150 bash tests/gpu/prepare.sh
 part rates 30 rates
 part 'op cases, short' 60 cases short --seconds 55
 part engine 60 parity
