@@ -146,10 +146,14 @@ def _on_device(
     watch: Stopwatch,
 ) -> tuple[LoadedRunner, int, int]:
     """As _on_host. Rotary tables are made whole first: a recorded step knows where they lie."""
+    wanted = sizes.max_model_len
+    room = (config.cache.memory_bytes or device.free_memory()) // bytes_per_token(backbone.layers, backbone.dtype)
+    sizes = replace(sizes, max_model_len=max(2, min(wanted, room)))  # for no length that no pool could hold
     backbone.model.cover(sizes.max_model_len)
     with watch.phase("kv_pool"):
         num_blocks, memory = size_pool(backbone, device, sizes, config.cache, grammars)
-    sizes = replace(sizes, max_model_len=_cap_to_pool(sizes.max_model_len, num_blocks * sizes.block_size))
+    max_model_len = min(sizes.max_model_len, _cap_to_pool(wanted, num_blocks * sizes.block_size))
+    sizes = replace(sizes, max_model_len=max_model_len)
     with watch.phase("warm_up"):
         kv_cache = KVCache(backbone.layers, num_blocks, sizes.block_size, backbone.dtype, device.torch_device)
         runner = ready_runner(backbone, kv_cache, device, sizes, grammars)

@@ -128,11 +128,20 @@ def test_an_engine_is_put_together_as_for_a_device(on_a_device: RecorderOfRuns, 
     assert {key: text.token_ids for key, text in got.items()} == {key: t.token_ids for key, t in expected.items()}
 
 
-def test_max_model_len_is_cut_to_the_pool(on_a_device: RecorderOfRuns, tmp_path: Path) -> None:
-    with Harness(config_of(tmp_path, memory_bytes=4 * 16 * 512)) as harness:
+def test_max_model_len_is_cut_to_the_pool(
+    on_a_device: RecorderOfRuns, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    measure = device_parts.measure
+    monkeypatch.setattr(
+        device_parts, "measure", lambda b, d, sizes, g: (tried.append(sizes.max_model_len), measure(b, d, sizes, g))[1]
+    )
+    with Harness(config_of(tmp_path, memory_bytes=4 * 16 * 512 + 100)) as harness:
         info = harness.engine.model_info
-        assert info.max_model_len == info.num_blocks * 16 < 1024
+        assert info.max_model_len == info.num_blocks * 16 == 64
         assert harness.run([[5]], PARAMS)[0, 0].finish_reason == "length"
+    assert tried == [64], "no tables are made for lengths that no pool could hold"
+    assert "max_model_len is cut from 1024 to the 64 tokens the KV pool holds" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["launch", "record"])
