@@ -13,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.assembly import load_engine
 from engine.beam import num_blocks_needed
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.cuda_graph import DecodeGraphs, decode_buckets
-from engine.device import HostLane
+from engine.device import HostLane, Mark
 from engine.device_batch import decode_forward
 from engine.sampling.sampler import NON_FINITE, NOT_PROCESSED
 from engine.sampling_params import BeamSearch, ReasoningMarks, SamplingParams, StructuredOutput
@@ -246,13 +247,22 @@ def test_a_grammar_that_ends_while_its_next_step_runs_ends_well(
 
 
 def test_steps_are_launched_before_the_last_one_is_read(pair: Pair) -> None:
-    """Without a grammar nothing is waited for in launch."""
+    """Without a grammar nothing is waited for in launch, and a step is one copy there and one back."""
     waits: list[int] = []
+    copies: list[str] = []
 
     class Counting(DelayedLane):
         def reach(self, last: Any) -> None:
             waits.append(len(launched))
             super().reach(last)
+
+        def to_device(self, host: Tensor, out: Tensor) -> None:
+            copies.append("there")
+            super().to_device(host, out)
+
+        def to_host(self, tensor: Tensor, out: Tensor) -> Mark:
+            copies.append("back")
+            return super().to_host(tensor, out)
 
     launched: list[int] = []
     driver = driver_of(pair, lane=Counting())
@@ -268,6 +278,7 @@ def test_steps_are_launched_before_the_last_one_is_read(pair: Pair) -> None:
     driver.add([10, 20, 30], SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, presence_penalty=1.0))
     driver.run()
     assert waits == [2, 3, 4, 5, 6, 6], "one wait per step, while the next one is under way"
+    assert copies == ["there", "back"] * 6
 
 
 def test_a_step_that_cannot_be_launched_takes_nobody_else_along(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +306,22 @@ def test_a_step_that_cannot_be_launched_takes_nobody_else_along(pair: Pair, monk
     last = driver.add([12, 22, 32], SamplingParams(max_tokens=5, ignore_eos=True, repetition_penalty=1.2))
     driver.run()
     assert driver.texts[last, 0].finish_reason == "length"
+
+
+def test_a_model_that_tells_no_hidden_states_refuses_what_needs_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for parts in (pair.plain, pair.device):
+        monkeypatch.setattr(parts.runner.backbone, "tells_hidden_states", False)
+    driver = driver_of(pair)
+    refused = [
+        driver.add([10, 20, 30], SamplingParams(max_tokens=0, pooling="last")),
+        driver.add([10, 20, 31], SamplingParams(max_tokens=3, prompt_logprobs=0)),
+    ]
+    served = driver.add([10, 20, 32], SamplingParams(max_tokens=3, ignore_eos=True))
+    driver.run()
+    assert all(driver.texts[stream, 0].outputs[-1].error_param for stream in refused)
+    assert driver.texts[served, 0].finish_reason == "length"
 
 
 def test_warm_up_leaves_no_trace(pair: Pair) -> None:
