@@ -13,7 +13,7 @@ from torch import Tensor
 from engine import device_ops, ops
 from tests.engine.delayed_lane import DelayedLane
 from tests.engine.lockstep import Pair
-from tests.engine.test_device_runner import pair, play
+from tests.engine.random_steps import pair, play
 from tests.ops.device_kernels import LaunchedDeviceOps
 from tests.ops.kernels import EMULATED, kernels_of
 
