@@ -166,7 +166,7 @@ class Runner(Protocol):
 
 @dataclass
 class Text:
-    """What one request has got. num_cached: prompt tokens that came from the prefix cache."""
+    """What one choice of a request has got. num_cached: prompt tokens that came from the prefix cache."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -187,16 +187,16 @@ class SmallEngine:
         self.scheduler = Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK), MAX_LEN)
         self.runner, self.depth = runner, depth
         self.batches: list[ScheduledBatch] = []
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[tuple[int, int], Text] = {}  # by request and choice
         self._in_flight: deque[tuple[ScheduledBatch, Handle]] = deque()
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Text]:
-        """All at once, to their ends."""
-        first = len(self._texts)
+        """All at once, to their ends: every request's choices, one request after the other."""
+        self._texts.clear()
         for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             seed = 0 if each.seed is None else each.seed
-            self.scheduler.add(Request(first + i, 0, list(prompt), each, seed=seed))
-            self._texts[first + i] = Text()
+            self.scheduler.add(Request(i, 0, list(prompt), each, seed=seed))
+            self._texts |= {(i, choice): Text() for choice in range(each.n)}
         while self.scheduler.has_work:
             batch = self.scheduler.schedule(0.0)
             if batch is not None:
@@ -204,13 +204,13 @@ class SmallEngine:
                 self._in_flight.append((batch, self.runner.launch(batch)))
             if batch is None or len(self._in_flight) >= self.depth:
                 self._take(*self._in_flight.popleft())
-        return [self._texts[first + i] for i in range(len(prompts))]
+        return list(self._texts.values())
 
     def _take(self, batch: ScheduledBatch, handle: Handle) -> None:
         for stream, outputs in self.scheduler.update(batch, handle.result(), 0.0).outputs:
             for output in outputs:
                 assert output.error is None
-                text = self._texts[stream]
+                text = self._texts[stream, output.choice_index]
                 text.token_ids += output.token_ids
                 text.logprobs += output.logprobs
                 text.num_cached = max(text.num_cached, output.num_cached_tokens)

@@ -132,6 +132,28 @@ def test_a_request_alone_in_a_batch_and_from_the_cache(make_engine: MakeEngine) 
     assert check_model(prompts[0], alone[0]) > 0
 
 
+def test_runners_draw_alike(emulated: None) -> None:
+    """Penalties, biases, filters and forked choices: edited by the device's kernels, or by the CPU's sampler."""
+    prompts = prompts_of(21, 7, 30, 18)
+    params = [
+        SamplingParams(n=2, max_tokens=5, temperature=1.2, seed=3, ignore_eos=True, presence_penalty=0.7),
+        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, frequency_penalty=1.5, logprobs=3),
+        SamplingParams(max_tokens=4, temperature=0.8, top_k=20, min_p=0.02, seed=4, ignore_eos=True, logprobs=1),
+        SamplingParams(
+            max_tokens=5, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True, repetition_penalty=1.3,
+            logit_bias=((7, 4.0), (9, -100.0)),
+        ),
+    ]  # fmt: skip
+    found = []
+    for make_runner, depth in RUNNERS.values():
+        engine = SmallEngine(make_runner(), budget=64, chunk=16, depth=depth)
+        found.append([text.told for text in engine.run(prompts, params)])
+        assert any(batch.block_copies for batch in engine.batches), "no block was shared and written"
+    assert found[0][0] != found[0][1], "two choices of one request"
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 @pytest.mark.slow
 def test_every_request_gets_what_it_gets_alone(make_engine: MakeEngine) -> None:
     """Prompts of many lengths around the blocks' edges, some with a common beginning, in one batch and in chunks."""
