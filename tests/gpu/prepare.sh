@@ -16,7 +16,7 @@ install_wheels() {
 }
 
 build_here() {
-    echo "prepare: the packed ops do not load, building them" >&2
+    echo "prepare: there are no ops that load, building them" >&2
     rm -f build/gpu/_C.so build/gpu/_C_cuda.so
     local generator=() torch architecture PATH=$PATH:/usr/local/cuda/bin
     if command -v ninja >/dev/null; then generator=(-G Ninja); fi

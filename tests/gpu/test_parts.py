@@ -16,6 +16,7 @@ from tests.gpu.client import Report, Served
 from tests.gpu.model import Shape
 from tests.gpu.place import HERE, Place, measure, open_place
 from tests.gpu.results import FILE, Results, read, table
+from tests.gpu.stepping import Step, decode_steps, seconds_per_step
 
 
 def test_a_line_is_there_when_it_is_told_and_the_table_has_it(tmp_path: Path) -> None:
@@ -107,6 +108,14 @@ FAILED tests/ops/test_norm.py::test_norm[cuda-f32] - assert 1 == 2
 """
     assert cases.outcomes(text) == {"PASSED": 2, "SKIPPED": 1, "FAILED": 1}
     assert cases.failures(text) == ["tests/ops/test_norm.py::test_norm[cuda-f32]"]
+
+
+def test_a_rate_is_that_of_steps_in_which_all_decode() -> None:
+    ends = [(2, 30, 1.0), (3, 13, 2.0), (3, 3, 2.5), (3, 3, 3.0), (3, 3, 3.5), (1, 1, 3.6)]
+    steps = [Step(rows, tokens, 0.0, 0.0, retired_s=end) for rows, tokens, end in ends]
+    full = decode_steps(steps, 3)
+    assert [step.retired_s for step in full] == [2.5, 3.0, 3.5]
+    assert seconds_per_step(full) == 0.5
 
 
 def test_several_clients_are_one_run() -> None:
