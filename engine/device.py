@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -152,6 +153,14 @@ class Mark(Protocol):
         ...
 
 
+class Stamp(Protocol):
+    """A time in the device's work."""
+
+    def seconds_since(self, earlier: Stamp) -> float:
+        """Of the device's time. To be asked behind a mark that was issued after both."""
+        ...
+
+
 class Lane(Protocol):
     """One stream of work: what is issued first is done first, the caller's kernels included."""
 
@@ -171,6 +180,8 @@ class Lane(Protocol):
         ...
 
     def mark(self) -> Mark: ...
+
+    def stamp(self) -> Stamp: ...
 
     def synchronize(self) -> None:
         """Wait for everything."""
@@ -196,6 +207,9 @@ class CudaLane:
     def mark(self) -> Mark:
         return _CudaMark(torch.cuda.current_stream(self.device))
 
+    def stamp(self) -> Stamp:
+        return _CudaStamp(torch.cuda.current_stream(self.device))
+
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
@@ -208,6 +222,16 @@ class _CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()  # without the interpreter's lock
+
+
+class _CudaStamp:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as Stream
+        self.event.record(stream)
+
+    def seconds_since(self, earlier: Stamp) -> float:
+        assert isinstance(earlier, _CudaStamp)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 class HostLane:
@@ -228,8 +252,20 @@ class HostLane:
     def mark(self) -> Mark:
         return _Reached()
 
+    def stamp(self) -> Stamp:
+        return _HostStamp()
+
     def synchronize(self) -> None:
         return None
+
+
+class _HostStamp:
+    def __init__(self) -> None:
+        self.time_s = time.monotonic()
+
+    def seconds_since(self, earlier: Stamp) -> float:
+        assert isinstance(earlier, _HostStamp)
+        return self.time_s - earlier.time_s
 
 
 class _Reached:

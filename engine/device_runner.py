@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.batch import RowOutput, ScheduledBatch, StepOutput
-from engine.device import Lane
+from engine.device import Lane, Stamp
 from engine.device_batch import StagedBatch, StepLayout, metadata_of, new_buffers, part_of
 from engine.device_ops import BatchBuffers
 from engine.device_rows import DeviceRows
@@ -59,9 +59,11 @@ class DeviceStepHandle:
         download: Download,
         prompts: PromptResults,
         draw: Draw | None,
+        stamps: tuple[Stamp, Stamp, Stamp],
     ) -> None:
+        """stamps: before the forward, behind it, behind the draw."""
         self._batch, self._layout, self._download = batch, layout, download
-        self._prompts, self._draw = prompts, draw
+        self._prompts, self._draw, self._stamps = prompts, draw, stamps
         self._output: StepOutput | Exception | None = None
 
     @property
@@ -91,7 +93,9 @@ class DeviceStepHandle:
         if self._draw is not None:
             for index, output in zip(self._layout.sampled, self._draw.read(), strict=True):
                 outputs[index] = output if index not in told else join_told(told[index], output)
-        return StepOutput(self._batch.step_id, tuple(outputs))
+        began, computed, drawn = self._stamps
+        sampling_s = None if self._draw is None else drawn.seconds_since(computed)
+        return StepOutput(self._batch.step_id, tuple(outputs), computed.seconds_since(began), sampling_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,9 @@ class DeviceRunner:
             counts.load(self.rows.token_ids)
         if copies is not None:
             ops.copy_blocks(self.kv_cache.buffers, copies.tensor)
+        began = self._lane.stamp()
         logits = self._compute(forward, layout, prompts, download)
+        computed = self._lane.stamp()
         if is_late:
             self._read_until(0)  # meanwhile the device has this step's forward to work on
             late = self._late_uploads.begin()
@@ -183,8 +189,9 @@ class DeviceRunner:
             late.send()
         if draw is not None:
             draw.run(logits, download)
+        drawn = self._lane.stamp()
         download.send()
-        return DeviceStepHandle(batch, layout, download, prompts, draw)
+        return DeviceStepHandle(batch, layout, download, prompts, draw, (began, computed, drawn))
 
     def _must_read_first(self, layout: StepLayout) -> bool:
         """Whether a row's draw depends on a token that is not read yet."""

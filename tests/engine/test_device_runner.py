@@ -3,7 +3,9 @@ copies that come as late as they may change nothing."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -133,6 +135,37 @@ def test_steps_are_launched_before_the_last_one_is_read(pair: Pair) -> None:
     driver.run()
     assert waits == [2, 3, 4, 5, 6, 6], "one wait per step, while the next one is under way"
     assert copies == ["there", "back"] * 6
+
+
+@dataclass(frozen=True)
+class Tick:
+    time_s: int
+
+    def seconds_since(self, earlier: Any) -> float:
+        return float(self.time_s - earlier.time_s)
+
+
+def test_a_step_tells_what_the_forward_and_the_draw_took(pair: Pair) -> None:
+    ticks = itertools.count()
+
+    class Ticking(DelayedLane):
+        def stamp(self) -> Tick:
+            return Tick(next(ticks) ** 2)
+
+    driver = driver_of(pair, lane=Ticking())
+    device = driver.runner.device
+    plain_launch = device.launch
+    handles: list[Any] = []
+
+    def launch(batch: Any) -> Any:
+        handles.append(plain_launch(batch))
+        return handles[-1]
+
+    device.launch = launch  # type: ignore[method-assign]  # looks on
+    driver.add([10, 20, 30], SamplingParams(max_tokens=2, ignore_eos=True))
+    driver.run()
+    told = [(handle.result().forward_s, handle.result().sampling_s) for handle in handles]
+    assert told == [(1.0, 3.0), (7.0, 9.0)]
 
 
 def test_a_step_that_cannot_be_launched_takes_nobody_else_along(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
