@@ -33,7 +33,7 @@ HEADS, SAMPLER, LOGITS, BATCH = (
     "test_cuda_batch.py",
 )
 ATTENTION, LINEAR, LAYER = "test_cuda_attention.py", "test_cuda_linear.py", "test_layer_norm.py"
-WORDS, LOGPROBS = f"{SAMPLER} philox_words", f"{SAMPLER} logprobs"
+WORDS, LOGPROBS = f"{SAMPLER} philox_words", "test_sampler.py logprobs"
 GATE, NEIGHBOURS = f"{LINEAR} gate_is", f"{LINEAR} neighbours"
 ROWS, SPLITS = f"{ATTENTION} against_float64 and g3", f"{ATTENTION} many_splits or grid_and_workspace and g3"
 DEVICE, PLAIN_SAMPLER = "test_device_ops.py", "test_sampler.py"
