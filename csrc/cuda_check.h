@@ -3,13 +3,11 @@
 // Values on the device (lengths, tables, slots, ids) are not looked at: that would wait for the device.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <torch/csrc/stable/accelerator.h>
 
 #include "check.h"
-
-// Declared by torch only where it is built with CUDA, and absent from any other: weak, so that the library still loads
-// there. It is called for tensors on a GPU only.
-extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace pagemill {
 
@@ -44,12 +42,28 @@ inline int64_t activation_code(const char* op, const char* argument, const std::
   return code_of(op, argument, kind, {"silu", "gelu", "gelu_tanh"});
 }
 
+// torch's current stream of a device, or null in a torch without CUDA. Not linked, so that the library loads in any torch;
+// and looked for by the name of its own library, for Python loads torch into a scope that only torch sees.
+using CurrentStream = int32_t (*)(int32_t device_index, void** stream);
+
+inline CurrentStream find_current_stream() {
+  constexpr const char* kName = "aoti_torch_get_current_cuda_stream";
+  void* found = dlsym(RTLD_DEFAULT, kName);
+  for (const char* name : {"libtorch_cuda.so", "libtorch_python.so"}) {  // the second one knows all of torch's
+    if (found != nullptr) break;
+    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    if (library != nullptr) found = dlsym(library, kName);
+  }
+  return reinterpret_cast<CurrentStream>(found);
+}
+
 // While it lives, a tensor's device is the current one; its stream is torch's current stream there.
 class DeviceCall {
  public:
   DeviceCall(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
-    if (aoti_torch_get_current_cuda_stream == nullptr) fail(op, "this torch", "is built without CUDA");
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+    static const CurrentStream current_stream = find_current_stream();
+    if (current_stream == nullptr) fail(op, "this torch", "is built without CUDA");
+    STABLE_TORCH_ERROR_CODE_CHECK(current_stream(tensor.get_device_index(), &stream_));
   }
 
   void* stream() const { return stream_; }
