@@ -280,6 +280,11 @@ REFUSED_LAUNCHES = frozenset({1, 9, 98, 209, 701})
 """Status of a kernel of ours that never began: a size it cannot have, no code for this device, too many registers."""
 
 
+_UNNAMED = re.compile(r'"aten::new_empty".*API call failed', re.DOTALL)
+"""What is left of torch's own error where an op of ours asks for its result's memory. A device that is lost looks the
+same there, and shows in whatever waits for it next."""
+
+
 def _launch_status(error: BaseException) -> int | None:
     """The number that an op of ours reports; None if it is no such error."""
     found = re.search(r"pagemill\.\w+: launch: CUDA error (\d+)", str(error))
@@ -290,8 +295,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """The device or the host had too little memory for something; what was there before is as it was."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    is_of_cuda = "CUDA error: out of memory" in str(error) or _launch_status(error) == 2
-    return isinstance(error, RuntimeError) and is_of_cuda
+    text = str(error)
+    is_of_torch = "CUDA error: out of memory" in text or _launch_status(error) == 2
+    return isinstance(error, RuntimeError) and (is_of_torch or _UNNAMED.search(text) is not None)
 
 
 def give_back_memory() -> None:

@@ -125,6 +125,8 @@ def test_the_delayed_lane_finds_staging_memory_that_is_used_again_too_early() ->
         (RuntimeError("pagemill.paged_attention: launch: CUDA error 700"), True, False),
         (RuntimeError("pagemill.linear: launch: CUDA error 9"), False, False),
         (RuntimeError("pagemill.linear: launch: CUDA error 2"), False, True),
+        (RuntimeError('torch_call_dispatcher( "aten::new_empty", "") API call failed at ops.h'), False, True),
+        (RuntimeError("aoti_torch_get_dim(ath_.get(), &dim) API call failed at tensor.h, line 9"), False, False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), True, False),
         (RuntimeError("pagemill.linear: x: wanted 2 dimensions, got 3"), False, False),
         (ValueError("CUDA error"), False, False),
