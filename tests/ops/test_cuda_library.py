@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from engine.ops_library import library_candidates
+from tests.emulation.build import ROOT
 
 SERVED = [
     "activation", "add_bias", "advance_batch", "apply_penalties", "apply_token_bitmask", "copy_blocks", "count_tokens",
@@ -39,3 +43,36 @@ def test_registers_its_ops_wherever_it_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
     rows = 8 * 4 * (4096 // 256 + 1)  # sequences, heads of a group, splits
     assert 0 <= int(done.stdout) - rows * 8 * (128 * 4 + 8) <= 4096
+
+
+PROBE = """
+#include "cuda_check.h"
+extern "C" int probe() { return pagemill::find_current_stream() != nullptr; }
+"""
+TORCH_CUDA = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 0; }'
+SEARCH = """
+import ctypes
+import sys
+import torch
+found = ctypes.CDLL(sys.argv[1]).probe
+assert bool(found()) == (torch.version.cuda is not None)
+ctypes.CDLL(sys.argv[2])
+assert found()
+"""
+
+
+def test_finds_torchs_stream_in_a_library_that_it_is_not_linked_to(tmp_path: Path) -> None:
+    """Python loads libtorch_cuda as it loads any module: its names are seen by those that link to it alone."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ here")
+    folder = Path(torch.__file__).parent
+    probe, torch_cuda = tmp_path / "probe.so", tmp_path / "libtorch_cuda.so"
+    (tmp_path / "probe.cpp").write_text(PROBE)
+    (tmp_path / "torch_cuda.cpp").write_text(TORCH_CUDA)
+    shared = [compiler, "-shared", "-fPIC", "-std=c++17", "-w", "-o"]
+    headers = ["-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{ROOT / 'csrc'}", f"-I{folder / 'include'}"]
+    subprocess.run([*shared, torch_cuda, tmp_path / "torch_cuda.cpp", f"-Wl,-soname,{torch_cuda.name}"], check=True)
+    subprocess.run([*shared, probe, tmp_path / "probe.cpp", *headers, folder / "lib" / "libtorch_cpu.so"], check=True)
+    done = subprocess.run([sys.executable, "-c", SEARCH, probe, torch_cuda], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
