@@ -14,6 +14,7 @@ from torch import Tensor
 
 WEIGHT = 2.0**40
 LOG2E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+SLICE = 32  # rows at a time: each takes some 80 bytes per id meanwhile
 SERIES = tuple(1.0 / math.factorial(k) for k in range(8))  # of e^r, to r^7
 
 
@@ -26,6 +27,13 @@ def drawn_from(
     greedy: Tensor,
 ) -> Tensor:
     """As ops.Drawn.logits, [rows, vocab]; of a row that no id is drawn from it may be anything."""
+    parts = (torch.split(each, SLICE) for each in (logits, temperature, top_k, top_p, min_p, greedy))
+    return torch.cat([_drawn_from(*part) for part in zip(*parts, strict=True)])
+
+
+def _drawn_from(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, greedy: Tensor
+) -> Tensor:
     exponent = (logits - logits.amax(1, keepdim=True)) / temperature[:, None]
     value = exponential(exponent)
     members = logits > -torch.inf
