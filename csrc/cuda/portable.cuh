@@ -57,15 +57,20 @@ inline int launch_status() {
 #endif
 }
 
-// Lets a kernel have more dynamic shared memory than 48 KiB; before its launch. Legal while a stream is captured.
+// Lets a kernel have more dynamic shared memory than 48 KiB; before its launch. Legal while a stream is captured. What it
+// may have is never lowered again: recorded launches may want more than the next one.
 template <typename Kernel>
 int allow_shared(Kernel kernel, int64_t bytes) {
 #ifdef PAGEMILL_EMULATION
   return ::emulation::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
 #else
   if (bytes <= 48 * 1024) return 0;
-  return static_cast<int>(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                               cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes known;
+  if (const cudaError_t error = cudaFuncGetAttributes(&known, function)) return static_cast<int>(error);
+  if (known.maxDynamicSharedSizeBytes >= bytes) return 0;
+  return static_cast<int>(
+      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 #endif
 }
 
