@@ -42,8 +42,8 @@ inline int64_t activation_code(const char* op, const char* argument, const std::
   return code_of(op, argument, kind, {"silu", "gelu", "gelu_tanh"});
 }
 
-// torch's current stream of a device, or null in a torch without CUDA. Not linked, so that the library loads in any torch;
-// and looked for by the name of its own library, for Python loads torch into a scope that only torch sees.
+// torch's current stream of a device, or null in a torch without CUDA. Not linked, so that this library loads in any
+// torch; and looked for by the name of its own library, for Python loads torch into a scope that only torch sees.
 using CurrentStream = int32_t (*)(int32_t device_index, void** stream);
 
 inline CurrentStream find_current_stream() {
