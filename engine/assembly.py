@@ -100,6 +100,7 @@ def _load_engine(config: EngineConfig, device: Device, watch: Stopwatch) -> Engi
         vocab_size=vocab_size,
         pipeline_depth=config.scheduler.pipeline_depth or (2 if device.is_cuda else 1),
         block_size=config.cache.block_size,
+        may_record=not config.device.enforce_eager,
     )
     build = _on_device if device.is_cuda else _on_host
     runner, max_model_len, step_bytes = build(config, model.backbone, device, sizes, grammars, watch)

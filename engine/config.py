@@ -92,6 +92,7 @@ class SchedulerConfig:
 class DeviceConfig:
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: the first CUDA device if there is one that works
     attention_backend: AttentionName = "native"
+    enforce_eager: bool = False  # on a CUDA device: no step is recorded as a graph
     cpu_isa: CpuIsa = "auto"
     num_threads: int | None = None  # None: the cores this process may use, minus one when there are more than two
 

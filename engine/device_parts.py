@@ -34,6 +34,7 @@ class Sizes:
     vocab_size: int
     pipeline_depth: int
     block_size: int
+    may_record: bool = True  # decode steps as graphs
 
     @property
     def table_width(self) -> int:
@@ -58,7 +59,9 @@ def measure(backbone: Backbone, device: Device, sizes: Sizes, grammars: GrammarS
     try:
         peak = _step_peak(backbone, cache, device, sizes, grammars)
         gc.collect()  # of the trial's runner nothing is left
-        beside = max(0, _recorded_peak(backbone, device, sizes) - _reserved(device)) if backbone.is_capturable else 0
+        beside = 0
+        if _records(backbone, sizes):
+            beside = max(0, _recorded_peak(backbone, device, sizes) - _reserved(device))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -165,8 +168,12 @@ def ready_runner(
     return runner
 
 
+def _records(backbone: Backbone, sizes: Sizes) -> bool:
+    return sizes.may_record and backbone.is_capturable
+
+
 def _record(backbone: Backbone, device: Device, sizes: Sizes) -> DecodeGraphs | None:
-    if not backbone.is_capturable:
+    if not _records(backbone, sizes):
         return None
     graphs = DecodeGraphs(
         decode_forward(backbone, sizes.max_model_len),

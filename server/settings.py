@@ -237,6 +237,9 @@ class Settings(BaseSettings):
         "device.attention_backend",
         "Kernels of attention over prompts; with others than native, answers may depend on batch and cache state.",
     )
+    enforce_eager: bool = _of(
+        "device.enforce_eager", "On a CUDA device: launch every kernel of a step anew instead of replaying a graph."
+    )
     cpu_isa: CpuIsa = _of("device.cpu_isa", "Instruction set level of the CPU kernels; auto takes the best there is.")
     num_threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | None = _of(
         "device.num_threads", "Compute threads; the default leaves one core to HTTP when there are more than two."

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import assembly, device_parts
-from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StartError
+from engine.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, StartError
 from engine.cuda_graph import decode_buckets
 from engine.device import CPU, HOST, Device
 from engine.device_parts import Sizes, largest_step
@@ -126,6 +126,13 @@ def test_an_engine_is_put_together_as_for_a_device(on_a_device: RecorderOfRuns, 
         with Harness(config) as harness:
             expected = harness.run(PROMPTS, PARAMS)
     assert {key: text.token_ids for key, text in got.items()} == {key: t.token_ids for key, t in expected.items()}
+
+
+def test_nothing_is_recorded_where_that_is_wanted(on_a_device: RecorderOfRuns, tmp_path: Path) -> None:
+    with Harness(replace(config_of(tmp_path), device=DeviceConfig(enforce_eager=True))) as harness:
+        got = harness.run(PROMPTS, PARAMS)
+    assert not on_a_device.recorded
+    assert [len(text.token_ids) for text in got.values()] == [12, 12, 12]
 
 
 def test_max_model_len_is_cut_to_the_pool(
