@@ -9,6 +9,7 @@ import shutil
 import signal
 import ssl
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,15 @@ def test_a_hangup_brings_new_keys_and_a_new_certificate_and_ends_no_stream(tmp_p
         assert server.wait() == 0
 
 
+@pytest.fixture
+def hangup_is_heard() -> Iterator[None]:
+    """Also where the tests run under nohup, which a process that they start would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_is_heard")
 async def test_a_hangup_ends_a_server_that_has_nothing_to_read(tmp_path: Path) -> None:
     """As it does any program whose terminal is closed."""
     with stub_server(tmp_path / "log") as server:
