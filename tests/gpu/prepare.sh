@@ -36,10 +36,10 @@ if [ -z "$DRY" ]; then # dry, this may be another Python than the wheels are for
 fi
 status=0
 # shellcheck disable=SC2086  # DRY is empty or one word
-"$PYTHON" -m tests.gpu.library --out "$OUT" $DRY || status=$?
+"$PYTHON" -m tests.gpu.loaded --out "$OUT" $DRY || status=$?
 if ((status == 3)) && [ -z "$DRY" ]; then # the ops are of no use
     build_here
     status=0
-    "$PYTHON" -m tests.gpu.library --out "$OUT" || status=$?
+    "$PYTHON" -m tests.gpu.loaded --out "$OUT" || status=$?
 fi
 exit $status

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from engine import ops
 
@@ -20,16 +20,16 @@ from engine import ops
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """While it lasts, engine.device_ops takes CPU tensors."""
-    library = torch.library.Library("pagemill", "IMPL")
+    own = library.Library("pagemill", "IMPL")
     for function in OPS:
-        library.impl(function.__name__, function, "CPU")
+        own.impl(function.__name__, function, "CPU")
     of_no_device = ("pagemill::paged_attention_workspace", "CompositeExplicitAutograd")
     if not torch._C._dispatch_has_kernel_for_dispatch_key(*of_no_device):  # it has one where _C_cuda is loaded
-        library.impl("paged_attention_workspace", paged_attention_workspace, of_no_device[1])
+        own.impl("paged_attention_workspace", paged_attention_workspace, of_no_device[1])
     try:
         yield
     finally:
-        library._destroy()
+        own._destroy()
 
 
 @pytest.fixture

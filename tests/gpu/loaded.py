@@ -1,6 +1,6 @@
 """Whether what the other parts need is here: packages, the compiled ops, a first kernel.
 
-    python -m tests.gpu.library [--out FOLDER] [--dry]
+    python -m tests.gpu.loaded [--out FOLDER] [--dry]
 
 Exits with UNUSABLE_OPS if the ops do not load or compute, with 1 if packages are missing, each named in a line.
 """
