@@ -8,6 +8,7 @@ Imports nothing but the standard library, so that the table comes out whatever e
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -116,6 +117,8 @@ def _share(share: float, of: str) -> str:
 def _number(value: float | str) -> str:
     if isinstance(value, str):
         return value
+    if not math.isfinite(value):
+        return "none"  # of what nothing was seen: gaps between tokens that came together
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 

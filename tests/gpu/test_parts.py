@@ -25,10 +25,11 @@ def test_a_line_is_there_when_it_is_told_and_the_table_has_it(tmp_path: Path) ->
     results.tell("copy_blocks", 3500.0, "GB/s", share=0.875, of="copy rate", aim=0.9, note="slow")
     results.tell("served over generate", 12.0, "x", aim=10.0)
     results.tell("sample", 20.0, "us", share=1.5, of="x reading logits")
+    results.tell("gaps", float("nan"), "ms")
     with (tmp_path / FILE).open("a") as file:
         file.write('{"stage": "copy", "status": "FAILED", "seconds": 3}\n{"stage": "cut o')
     lines, stages = read(tmp_path)
-    assert [line.is_met for line in lines] == [None, False, True, None]
+    assert [line.is_met for line in lines] == [None, False, True, None, None]
     assert stages == [{"stage": "copy", "status": "FAILED", "seconds": 3}]
     assert results.value("copy rate", 1.0) == 4000.5
     assert results.value("other rate", 1.0) == 1.0
@@ -37,6 +38,7 @@ def test_a_line_is_there_when_it_is_told_and_the_table_has_it(tmp_path: Path) ->
     assert ["copy_blocks", "3,500 GB/s", "88% of copy rate", "90%", "MISSED; slow"] in rows
     assert ["served over generate", "12 x", "", "10", "met"] in rows
     assert ["sample", "20 us", "1.50 x reading logits", "", ""] in rows
+    assert ["gaps", "none ms", "", "", ""] in rows
     assert ["copy", "FAILED", "3"] in rows
     assert rows[-1] == ["aims met: 1 of 2"]
 
