@@ -63,7 +63,7 @@ class DeviceCall {
   DeviceCall(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
     static const CurrentStream current_stream = find_current_stream();
     if (current_stream == nullptr) fail(op, "this torch", "is built without CUDA");
-    STABLE_TORCH_ERROR_CODE_CHECK(current_stream(tensor.get_device_index(), &stream_));
+    if (current_stream(tensor.get_device_index(), &stream_) != 0) fail(op, "stream", "torch does not tell its own");
   }
 
   void* stream() const { return stream_; }

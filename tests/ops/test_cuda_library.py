@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,15 @@ def test_registers_its_ops_wherever_it_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
     rows = 8 * 4 * (4096 // 256 + 1)  # sequences, heads of a group, splits
     assert 0 <= int(done.stdout) - rows * 8 * (128 * 4 + 8) <= 4096
+
+
+def test_sources_use_no_macro_of_torch_that_2_11_lacks() -> None:
+    """They are built where the library is installed, with the headers of the torch that is there."""
+    there = {"STABLE_TORCH_LIBRARY", "STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX"}
+    sources = [path for pattern in ("*.cpp", "*.h", "cpu/*", "cuda/*") for path in (ROOT / "csrc").glob(pattern)]
+    used = {name for path in sources for name in re.findall(r"\b(?:STABLE_)?TORCH_[A-Z_]+\b", path.read_text())}
+    assert there & used
+    assert used <= there
 
 
 PROBE = """
