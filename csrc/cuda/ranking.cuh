@@ -124,16 +124,18 @@ PAGEMILL_DEVICE void for_members(const RowShared& shared, const Members& members
   }
 }
 
-// The members with a logit of at least `floor`, listed if there is room for them. A full list takes no more atomics: at
-// one address they wait for each other.
+// The members with a logit of at least `floor`, listed if there is room for them. A thread that finds the list full takes
+// no more atomics: at one address they wait for each other.
 PAGEMILL_DEVICE Members list_from(RowShared& shared, const float* logits, int64_t vocab, float floor) {
   sync_block();
   if (threadIdx.x == 0) shared.list_count = 0;
   sync_block();
+  bool is_full = false;
   for_row(logits, vocab, [&](int64_t id, float logit) {
-    if (!is_member(logit) || !(logit >= floor) || shared.list_count > kListSize) return;
+    if (is_full || !is_member(logit) || !(logit >= floor)) return;
     const uint32_t at = atomic_add(&shared.list_count, 1u);
-    if (at < kListSize) shared.list[at] = static_cast<uint32_t>(id);
+    is_full = at >= kListSize;
+    if (!is_full) shared.list[at] = static_cast<uint32_t>(id);
   });
   sync_block();
   return {logits, vocab, floor, shared.list_count <= kListSize};
