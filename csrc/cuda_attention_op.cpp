@@ -17,7 +17,10 @@ constexpr const char* kOp = "paged_attention";
 int64_t num_multiprocessors(const Tensor& tensor) {
   int count = 0;
   const auto error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, tensor.get_device_index());
-  if (error != cudaSuccess) fail(kOp, "device", "CUDA error ", static_cast<int>(error));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // it is told here, and not once more by the next launch
+    fail(kOp, "device", "CUDA error ", static_cast<int>(error));
+  }
   return count;
 }
 

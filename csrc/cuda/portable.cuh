@@ -67,10 +67,11 @@ int allow_shared(Kernel kernel, int64_t bytes) {
   if (bytes <= 48 * 1024) return 0;
   const void* const function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes known;
-  if (const cudaError_t error = cudaFuncGetAttributes(&known, function)) return static_cast<int>(error);
-  if (known.maxDynamicSharedSizeBytes >= bytes) return 0;
-  return static_cast<int>(
-      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  cudaError_t error = cudaFuncGetAttributes(&known, function);
+  if (error == cudaSuccess && known.maxDynamicSharedSizeBytes < bytes)
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (error != cudaSuccess) cudaGetLastError();  // it is told here, and not once more by the next launch
+  return static_cast<int>(error);
 #endif
 }
 
