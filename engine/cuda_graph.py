@@ -71,7 +71,8 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        current = torch.cuda.current_stream(self._device)  # torch's graph leaves its own behind when a recording fails
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
         return graph, result
 

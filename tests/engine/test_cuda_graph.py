@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine import device_ops
-from engine.cuda_graph import DecodeGraphs, Graph, decode_buckets, first_of, padding
+from engine.cuda_graph import CudaRecorder, DecodeGraphs, Graph, decode_buckets, first_of, padding
 from engine.device_ops import BatchBuffers
 from tests.engine.run_again import RecorderOfRuns
 from tests.ops.device_reference import device_ops_on_cpu  # noqa: F401
@@ -135,3 +136,55 @@ def test_a_bucket_that_was_not_recorded_is_no_bucket() -> None:
     graphs = DecodeGraphs(Model(36), RecorderOfRuns(), buckets=(1, 2), table_width=WIDTH, device=CPU)
     with pytest.raises(KeyError):
         graphs.replay(1)
+
+
+class FakeCuda:
+    """As much of torch.cuda as a recorder uses. A recording that fails leaves its stream current, as torch's does."""
+
+    CUDAGraph = object
+
+    def __init__(self) -> None:
+        self.current = "the thread's"
+
+    def Stream(self, device: torch.device) -> str:
+        return "the recorder's"
+
+    def graph_pool_handle(self) -> int:
+        return 7
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: int, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield  # an error leaves here
+        self.current = before
+
+
+def test_the_threads_stream_is_current_after_a_recording_and_after_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    recorder = CudaRecorder(CPU)
+    recorded_on = []
+
+    def run() -> Tensor:
+        recorded_on.append(cuda.current)
+        return torch.ones(len(recorded_on))
+
+    _, result = recorder.record(run)
+    assert torch.equal(result, torch.ones(1))
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda: run() / (1 // 0))
+    assert recorded_on == ["the recorder's"] * 2
+    assert cuda.current == "the thread's"

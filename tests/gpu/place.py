@@ -92,8 +92,8 @@ def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], objec
             call()
 
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
+    try:  # the outer stream: torch's graph leaves its own current when a recording fails
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             one_by_one()
     except RuntimeError as error:
         torch.cuda.synchronize()
