@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 
@@ -110,6 +112,70 @@ FAILED tests/ops/test_norm.py::test_norm[cuda-f32] - assert 1 == 2
 """
     assert cases.outcomes(text) == {"PASSED": 2, "SKIPPED": 1, "FAILED": 1}
     assert cases.failures(text) == ["tests/ops/test_norm.py::test_norm[cuda-f32]"]
+
+
+def test_nothing_that_a_run_has_started_outlives_it() -> None:
+    leaves_a_child = "sleep 60 & echo $!; wait"
+    text, ended = cases.run(["bash", "-c", leaves_a_child], 1.0)
+    assert not ended
+    with pytest.raises(ProcessLookupError):
+        gone_within(5.0, int(text))
+    text, ended = cases.run(["bash", "-c", "sleep 60 & echo $!"], 20.0)
+    assert ended
+    with pytest.raises(ProcessLookupError):
+        gone_within(5.0, int(text))
+
+
+def gone_within(seconds: float, pid: int) -> None:
+    """Raises ProcessLookupError when there is no such process, or only what is left for its parent to read."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        os.kill(pid, 0)
+        if "Z (zombie)" in Path(f"/proc/{pid}/status").read_text():
+            raise ProcessLookupError
+        time.sleep(0.01)
+
+
+SANITIZER = """#!/usr/bin/env bash
+echo "words: $*"
+echo "tests/ops/test_norm.py::test_norm[cuda-bf16] PASSED [100%]"
+echo "{said}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "said", "clean"),
+    [
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", True),
+        ("memcheck", "========= Invalid __global__ read of size 4 bytes", False),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", True),
+        (
+            "racecheck",
+            "========= Error: Race reported between Write access at a.cu:1 and Read access at a.cu:2",
+            False,
+        ),
+    ],
+)
+def test_a_sanitizer_that_finds_something_fails_its_stage(
+    tool: str,
+    said: str,
+    clean: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(SANITIZER.replace("{said}", said))
+    sanitizer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    place = Place("cuda", Results(tmp_path, tool))
+    assert cases.sanitized(place, tool, 20.0) == (0 if clean else 1)
+    (line,), _ = read(tmp_path)
+    assert line.is_met is clean
+    words = re.search("words: (.*)", capfd.readouterr().err)
+    assert words is not None
+    assert words[1].startswith(f"--tool {tool} ")
+    assert "-m pytest" in words[1]
 
 
 def test_a_rate_is_that_of_steps_in_which_all_decode() -> None:
