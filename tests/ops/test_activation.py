@@ -35,8 +35,9 @@ def test_float32_is_accurate(kernels: Any, kind: ActivationKind) -> None:
     x = torch.linspace(-9, 30, 200_001)
     got, want = kernels.activation(x, kind).double(), exact(x, kind)
     error = (got - want).abs() / want.abs().clamp(min=1e-30)
-    # rounding the argument of the exponential costs |argument| * 2^-24, most of all where gelu's tail is steep
-    assert error[x.abs() < 3].max() < 1e-6
+    # rounding the argument of the exponential costs |argument| * 2^-24, most of all where gelu's tail is steep; CUDA's
+    # erfcf may be off by four units in the last place, its expf by two
+    assert error[x.abs() < 3].max() < (1.5e-6 if getattr(kernels, "device", "cpu") == "cuda" else 1e-6)
     assert error.max() < 2e-5
     assert (got - want).abs().max() < 4e-6  # half a unit in the last place at 30 is 1e-6
 
