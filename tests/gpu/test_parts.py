@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -214,8 +215,16 @@ def test_every_dependency_travels_or_is_there_already() -> None:
     assert len(pins) + text.count("#") == len(text.splitlines()), "a line that is no pin"
     assert not {"torch", "transformers", "flash-attn"} & set(pins)
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[^A-Za-z0-9-]", spec)[0].lower() for spec in project["dependencies"]}
+    needed = {name_of(spec) for spec in project["dependencies"]}
     assert needed <= {*pins, *there}
+    for name in pins:
+        wanted = {name_of(spec) for spec in requires(name) or () if "extra ==" not in spec}
+        missing = wanted - {*pins, *there} - {"exceptiongroup"}  # of older Pythons
+        assert not missing, f"{name} imports {missing}"
+
+
+def name_of(spec: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", spec)[0].lower().replace("_", "-")
 
 
 @pytest.mark.parametrize("script", ["run.sh", "pack.sh", "prepare.sh"])
