@@ -1,39 +1,35 @@
 """The project's load client in several processes at once: one alone may be the limit at tens of thousands of tokens a
-second."""
+second.
+
+The processes are client_process.py's, started afresh and not forked: a fork would inherit handlers of signals, locks
+and torch's threads, and multiprocessing's Pool, which ends its processes by SIGTERM, waits for ever for one whose
+handler of SIGTERM Python calls too late.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import math
-import multiprocessing
+import os
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import uvloop
-
-from loadtest.client import Target
-from loadtest.load import run_load
 from loadtest.prompts import TokenIds
 from loadtest.summary import percentile
-from loadtest.transport import RawTransport
 from loadtest.workloads import Workload
+from tests.gpu.client_process import READY, Job, Report
 
-MODEL = "model"
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One process's part of a run. Times are time.perf_counter's, which all processes of a machine share."""
-
-    started_s: float
-    finished_s: float
-    output_tokens: int
-    failed: int
-    error: str  # the first
-    gaps_s: list[float]  # between tokens of one stream
-    first_s: list[float]  # to each first token
-    share_of_core: float
+COMMAND = (sys.executable, "-m", "tests.gpu.client_process")
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 100.0  # for every answer of a process: to be ready, to have run
+START_IN_S = 0.1  # when all are ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +68,75 @@ class Served:
         return percentile(firsts, percent) * 1e3 if firsts else math.nan
 
 
-def load(url: str, workload: Workload, processes: int, source: TokenIds, seed: int = 0) -> Served:
-    """Send a workload's requests in its closed loop; requests and concurrency are divided among the processes."""
-    part = replace(
-        workload, num_sessions=workload.num_sessions // processes, concurrency=workload.concurrency // processes
-    )
-    start_at = time.perf_counter() + 1.0  # by then all have started and made their prompts
-    jobs = [(url, part, source, seed * 1000 + number, start_at) for number in range(processes)]
-    with multiprocessing.get_context("fork").Pool(processes) as pool:  # a fresh interpreter would import torch first
-        return Served(pool.starmap(_one, jobs))
+class ClientError(RuntimeError):
+    """A client process ended, or said nothing in time."""
 
 
-def _one(url: str, workload: Workload, source: TokenIds, seed: int, start_at: float) -> Report:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_send(url, workload, source, seed, start_at))
+class Clients:
+    """So many client processes, for as many runs as are wanted. They end when this does, or this process."""
+
+    def __init__(self, processes: int, wait_s: float = WAIT_S, command: Sequence[str] = COMMAND) -> None:
+        self._clients = [_Client(number, command, wait_s) for number in range(processes)]
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.end()
+
+    def load(self, url: str, workload: Workload, source: TokenIds, seed: int = 0) -> Served:
+        """Send a workload's requests in its closed loop; requests and concurrency are divided among the processes.
+        Raises ClientError."""
+        sessions, streams = (each // len(self._clients) for each in (workload.num_sessions, workload.concurrency))
+        part = replace(workload, num_sessions=sessions, concurrency=streams)
+        for number, client in enumerate(self._clients):
+            client.tell(Job(url, part, source, seed * 1000 + number).line())
+        for client in self._clients:
+            if client.answer("ready") != READY:
+                raise ClientError(f"{client.name} said something else than that it is ready")
+        start_at = json.dumps(time.perf_counter() + START_IN_S)
+        for client in self._clients:
+            client.tell(start_at)
+        return Served([Report(**client.answer("done")) for client in self._clients])
 
 
-async def _send(url: str, workload: Workload, source: TokenIds, seed: int, start_at: float) -> Report:
-    sessions = workload.build(seed, source)
-    transport = RawTransport(url)
-    await asyncio.sleep(max(0.0, start_at - time.perf_counter()))
-    result = await run_load(transport, Target(MODEL), sessions, concurrency=workload.concurrency)
-    await transport.close()
-    records = result.records
-    good = [record for record in records if not record.error]
-    return Report(
-        started_s=result.started_s,
-        finished_s=max(record.finished_s for record in records),
-        output_tokens=sum(record.output_tokens for record in good),
-        failed=len(records) - len(good),
-        error=next((f"{record.error} {record.detail}".strip() for record in records if record.error), ""),
-        gaps_s=[gap for record in good for gap in record.itl_s],
-        first_s=[first for record in good if (first := record.ttft_s) is not None],
-        share_of_core=result.cost.share_of_core,
-    )
+class _Client:
+    """One process, a line each way at a time."""
+
+    def __init__(self, number: int, command: Sequence[str], wait_s: float) -> None:
+        self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        self._wait_s, self._heard = wait_s, bytearray()
+        self.name = f"client process {number} (pid {self._process.pid})"
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended: answer() says so
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def answer(self, what: str) -> Any:
+        """The next line it says. Raises ClientError."""
+        assert self._process.stdout is not None
+        pipe, until = self._process.stdout.fileno(), time.perf_counter() + self._wait_s
+        while not self._heard.endswith(b"\n"):
+            if not select.select([pipe], [], [], max(0.0, until - time.perf_counter()))[0]:
+                raise ClientError(f"{self.name} was not {what} within {self._wait_s:g} s")
+            heard = os.read(pipe, 1 << 16)
+            if not heard:
+                self.end()
+                raise ClientError(f"{self.name} ended with {self._process.returncode} before it was {what}")
+            self._heard += heard
+        line, self._heard = self._heard, bytearray()
+        return json.loads(line)
+
+    def end(self) -> None:
+        """By the end of its stdin. Idempotent."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

@@ -9,6 +9,7 @@ The aim at saturation, 12,500 tokens/s, is vLLM's public figure for Llama-3.1-8B
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -22,11 +23,12 @@ from loadtest.lengths import fixed, lognormal_between, parse_lengths
 from loadtest.prompts import TokenIds
 from loadtest.servers import free_port
 from loadtest.workloads import NAMED, Workload
-from tests.gpu.client import MODEL, Served, load
+from tests.gpu.client import Clients, Served
+from tests.gpu.client_process import MODEL
 from tests.gpu.place import Place, open_place
 
 SATURATION_AIM = 12_500.0  # output tokens per second
-READY_S = 120.0
+READY_S, DRY_READY_S = 120.0, 1000.0  # a dry run may have a busy machine
 CLIENTS = 4  # processes
 W5 = NAMED["W5"]
 # Lengths that differ, as "medium" of loadtest/ratio.py.
@@ -55,15 +57,15 @@ def server_words(place: Place, port: int) -> list[str]:
 def serving(place: Place) -> Iterator[str]:
     """The URL of a server that is ready. It lives in this process group, so whoever kills the stage kills it too."""
     port, begun = free_port(), time.perf_counter()
-    url = f"http://127.0.0.1:{port}"
+    url, limit = f"http://127.0.0.1:{port}", place.sized(READY_S, DRY_READY_S)
     with (place.results.folder / "server.log").open("ab") as log:
         process = subprocess.Popen(server_words(place, port), stdout=log, stderr=log)
     try:
         while not is_ready(url):
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with {process.returncode}: see {log.name}")
-            if time.perf_counter() - begun > READY_S:
-                raise RuntimeError(f"the server was not ready within {READY_S:.0f} s: see {log.name}")
+            if time.perf_counter() - begun > limit:
+                raise RuntimeError(f"the server was not ready within {limit:.0f} s: see {log.name}")
             time.sleep(0.1)
         place.results.tell("from start to ready", time.perf_counter() - begun, "s")
         yield url
@@ -82,10 +84,9 @@ def is_ready(url: str) -> bool:
     return False
 
 
-def run(place: Place, url: str, workload: Workload, seed: int) -> Served:
-    processes = place.sized(CLIENTS, 2)
+def run(place: Place, clients: Clients, url: str, workload: Workload, seed: int) -> Served:
     source = TokenIds(*place.sized((1000, 100_000), (10, 400)))
-    return load(url, place.sized(workload, tiny(workload)), processes, source, seed)
+    return clients.load(url, place.sized(workload, tiny(workload)), source, seed)
 
 
 def tell(place: Place, name: str, served: Served, aim: float | None = None) -> None:
@@ -94,7 +95,7 @@ def tell(place: Place, name: str, served: Served, aim: float | None = None) -> N
     if served.failed:
         note = f"{served.failed} FAILED: {served.error[:80]}; {note}"
     place.results.tell(name, served.tokens_per_s, "tok/s", aim=aim, note=note)
-    gaps = [f"p{percent} {served.gap_ms(percent):.1f}" for percent in (50, 90)]
+    gaps = [f"p{percent} {gap:.1f}" for percent in (50, 90) if math.isfinite(gap := served.gap_ms(percent))]
     place.results.tell(f"{name}: ITL p99", served.gap_ms(99), "ms", note=", ".join(gaps))
 
 
@@ -102,11 +103,12 @@ def main() -> int:
     place = open_place("served", __doc__)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # the time is up: end the server, too
     failed = 0
-    with serving(place) as url:
-        run(place, url, replace(w5(256), num_sessions=256, output_len=fixed(16)), 99)  # what is made late is made now
+    with Clients(place.sized(CLIENTS, 2)) as clients, serving(place) as url:
+        warm_up = replace(w5(256), num_sessions=256, output_len=fixed(16))
+        run(place, clients, url, warm_up, 99)  # what is made late is made now
         plan = [("W5 x 256", w5(256), SATURATION_AIM), ("W5 x 64", W5, None), ("medium x 256", MEDIUM, None)]
         for seed, (name, workload, aim) in enumerate([*plan, ("mixed prefill x 64", MIXED, None)]):
-            served = run(place, url, workload, seed)
+            served = run(place, clients, url, workload, seed)
             tell(place, f"served {name}", served, None if place.is_dry else aim)
             failed += served.failed
     return int(failed > 0)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.gpu import cases, profiling
-from tests.gpu.client import Report, Served
 from tests.gpu.model import Shape
 from tests.gpu.place import HERE, Place, measure, open_place
 from tests.gpu.results import FILE, Results, read, table
@@ -185,17 +184,6 @@ def test_a_rate_is_that_of_steps_in_which_all_decode() -> None:
     full = decode_steps(steps, 3)
     assert [step.retired_s for step in full] == [2.5, 3.0, 3.5]
     assert seconds_per_step(full) == 0.5
-
-
-def test_several_clients_are_one_run() -> None:
-    def report(start: float, end: float, gaps: list[float], error: str = "") -> Report:
-        return Report(start, end, 100, int(bool(error)), error, gaps, [0.5], 0.3)
-
-    served = Served([report(10.0, 13.0, [0.01, 0.03]), report(11.0, 15.0, [0.02], "http 500")])
-    assert served.tokens_per_s == 40.0
-    assert (served.failed, served.error) == (1, "http 500")
-    assert served.gap_ms(50) == pytest.approx(20.0)
-    assert served.first_ms(99) == pytest.approx(500.0)
 
 
 def test_a_dry_place_measures_on_the_cpu(tmp_path: Path) -> None:
