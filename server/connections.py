@@ -6,7 +6,6 @@ Builds on uvicorn's httptools protocol, which has no such limits. Knows nothing 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,13 +15,15 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from server.heads import fault_of, without_upgrade
 from server.metrics import Metrics
-from server.middleware import SHORTCUT, Exchange
+from server.middleware import GIVES_WAY, SHORTCUT, Exchange
+from server.places import Place, Places
 from server.protocol.errors import RATE_LIMITED, ApiError
 from server.transports import ChunkWriter, hung_up, unsent_by_kernel
 
-UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 MAX_LINE = 64  # requests of one connection that wait for the one before them: each takes a hundred times its bytes
+GOODBYE_S = 0.5  # at the end, a client has this long to answer the end of TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,20 @@ class ServerConfig(Config):
         super().__init__(app, http=Connection, **options)
         self.limits = limits
         self.metrics = metrics
-        self.idle: dict[Connection, None] = {}  # have no request being answered; the longest first
+        self.places: Places[Connection] = Places()
 
 
 class Connection(HttpToolsProtocol):
     """One client connection.
 
-    - More than `max_connections`: the one that has had no request for the longest time is closed, or, if all have
-      one, the new one.
-    - A request head that is too large or does not arrive in time: 431 or 408 and closed.
+    - More than `max_connections`: the one that gives way first (`Place`) is closed, or, if none does, the new one.
+    - A request head that is too large or does not arrive in time: 431 or 408 and closed. One that may be read in two
+      ways: 400 and closed.
     - More than MAX_LINE requests behind each other: 429 and closed, after the answers to those before.
     - What is no HTTP: 400 and closed, after the answers to all whole requests before it.
     - A client that lets `max_unread` bytes of a stream pile up, or takes nothing for `max_stall_s` while something
       waits for it: cut off and counted. For the route it has then left, so its request is aborted.
+    - A client that does not answer the end of TLS: cut off within two seconds.
     - A client that ends its sending side has left: until something is written, nothing tells it from one that is gone.
     """
 
@@ -70,7 +72,7 @@ class Connection(HttpToolsProtocol):
         self._application = self.app
         self._limits = config.limits
         self._metrics = config.metrics
-        self._idle = config.idle
+        self._places = config.places
         self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request, which may wait in line
         self._reading: Literal["nothing", "head", "body"] = "nothing"
         self._bare_bytes = 0  # received since there last was a whole head or a piece of a body
@@ -80,6 +82,7 @@ class Connection(HttpToolsProtocol):
         self._watched: Exchange | None = None  # the answer that the next two are about
         self._taken = 0  # bytes the client had taken at the last check that saw progress
         self._stalled_since: float | None = None
+        self._has_said_goodbye = False  # at the last check it was closed, and nothing left to send
 
     # -- from bytes to requests ---------------------------------------------------------------------------------
 
@@ -89,22 +92,26 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             transport.abort()
             return
-        self._idle[self] = None
+        self._places.put(self, Place.IDLE)
         self._watch_head()
 
     def _make_room(self) -> bool:
-        """Who holds connections without using them must not shut out the others."""
         self._metrics.connection_closed_for_room()
-        longest = next(iter(self._idle), None)
-        if longest is None:
+        first = self._places.first()
+        if first is None:
             return False
-        del self._idle[longest]
-        longest.transport.abort()
+        self._places.put(first, None)
+        first.transport.abort()
         return True
+
+    def _gives_way(self) -> None:
+        """The answer is one that its client can ask for again."""
+        if self in self.connections:
+            self._places.put(self, Place.WATCHING)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()
-        self._idle.pop(self, None)
+        self._places.put(self, None)
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -141,13 +148,16 @@ class Connection(HttpToolsProtocol):
             told = f"At most {MAX_LINE} requests of one connection may wait for the one before them."
             self._fault = ApiError(429, told, code=RATE_LIMITED)
             raise ValueError("too many requests in line")
+        self._fault = fault_of(self.headers, self.parser.get_http_version())
+        if self._fault is not None:
+            raise ValueError("the request head may be read in two ways")
         self.app = self._until_close if self.parser.get_http_version() in ("0.9", "1.0") else self._application
         idle = not self._is_answering
-        self._idle.pop(self, None)
         super().on_headers_complete()
-        self.scope["state"][SHORTCUT] = ChunkWriter(self.cycle)
+        self.scope["state"] |= {SHORTCUT: ChunkWriter(self.cycle), GIVES_WAY: self._gives_way}
         if idle:
             self._answering = self.cycle
+            self._places.put(self, Place.SENDING)
         self._unwatch_head()
         self._reading = "body"
         self._bare_bytes = 0
@@ -160,11 +170,14 @@ class Connection(HttpToolsProtocol):
         self._reading = "nothing"
         self._bare_bytes = 0
         super().on_message_complete()
+        if self._is_answering and self.cycle is self._answering:
+            self._places.put(self, Place.BUSY)
 
     def on_response_complete(self) -> None:
         answered, last = self._answering, not self.pipeline
         if not last:
-            self._answering = self.pipeline[-1][0]
+            self._answering = following = self.pipeline[-1][0]
+            self._places.put(self, Place.SENDING if following.more_body else Place.BUSY)
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -173,7 +186,7 @@ class Connection(HttpToolsProtocol):
         elif last and self._refusal is not None:
             self._tell(self._refusal)
         elif last:
-            self._idle[self] = None
+            self._places.put(self, Place.IDLE)
 
     @property
     def _is_answering(self) -> bool:
@@ -261,12 +274,14 @@ class Connection(HttpToolsProtocol):
         if self.flow.read_paused and self._is_answering and hung_up(self.transport):
             self.transport.abort()  # with requests in line nothing is read, not even the end
             return
-        exchange = self._exchange()
-        buffered = self.transport.get_write_buffer_size()
-        if exchange is None or (exchange.complete and not buffered):
+        exchange, unread = self._exchange(), self._unread()
+        if self.transport.is_closing() and not unread and self._has_said_goodbye:
+            self.transport.abort()  # TLS waits for the other side's word
+            return
+        self._has_said_goodbye = self.transport.is_closing() and not unread
+        if exchange is None:
             self._stalled_since = None
             return
-        unread = buffered + unsent_by_kernel(self.transport)
         taken = exchange.bytes_sent - unread
         if not unread:
             self._stalled_since = None
@@ -275,20 +290,27 @@ class Connection(HttpToolsProtocol):
         elif now - self._stalled_since >= self._limits.max_stall_s:
             self._cut_off()
 
+    def _unread(self) -> int:
+        """Bytes on their way to the client. Under TLS a third buffer, unseen, stands between the two."""
+        return self.transport.get_write_buffer_size() + unsent_by_kernel(self.transport)
+
     def _exchange(self) -> Exchange | None:
         state = self._answering.scope.get("state", {}) if self._answering is not None else {}
         return state.get("exchange")
 
+    def shutdown(self) -> None:
+        """The server ends: whoever has nothing being answered goes."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(GOODBYE_S, self._go)
+
+    def _go(self) -> None:
+        if self in self.connections and not self._unread():
+            self.transport.abort()
+
     def _cut_off(self) -> None:
         self._metrics.slow_client()
         self.transport.abort()
-
-
-def without_upgrade(data: bytes) -> bytes:
-    """A head without its offer to speak something else (Java's client offers HTTP/2 with its first request). It may be
-    ignored (RFC 9110, 7.8); httptools would take the body for the other protocol's and lose it."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return UPGRADE.sub(b"\r\nX-Upgrade", head) + end + rest
 
 
 def check_stalls(state: ServerState) -> None:

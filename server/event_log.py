@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.metrics import Metrics
+from server.middleware import give_way
 from server.protocol.errors import ApiError
 from server.sse import client_gone
 
@@ -109,8 +110,10 @@ class LogStream(Response):
         self._keep_alive_s = keep_alive_s or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (exchange := scope.get("state", {}).get("exchange")) is not None:
+        state = scope.get("state", {})
+        if (exchange := state.get("exchange")) is not None:
             exchange.replays = True  # megabytes may be there at once; the log holds them, whether it is read or not
+        give_way(scope)
         telling = asyncio.create_task(self._tell(send))
         gone = asyncio.create_task(client_gone(receive))
         try:

@@ -47,6 +47,7 @@ SECURITY_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
 )
 SHORTCUT = "shortcut"
+GIVES_WAY = "gives_way"  # in scope["state"], where the server has it: see `give_way`
 STRANGERS_PER_SECOND = 10  # lines about requests without a key
 LINGER_S = 2.0  # how long the body of a refused request is taken
 LARGE_PIECE = 64 << 10  # bytes: of a body, whose writer waits until the client has most of it
@@ -66,6 +67,12 @@ class Shortcut(Protocol):
 def header(scope: Scope, name: bytes) -> bytes | None:
     """The first header of that (lower-case) name."""
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def give_way(scope: Scope) -> None:
+    """The client could ask for this answer again: where connections are short, its own is one that may be closed."""
+    if (gives_way := scope.get("state", {}).get(GIVES_WAY)) is not None:
+        gives_way()
 
 
 class Incoming:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from server.dashboard.feed import Feed
+from server.middleware import give_way
 from server.protocol.errors import ApiError
 from server.sse import client_gone
 
@@ -40,6 +41,7 @@ class EventFeed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError 429 where too many watch."""
         self._feed.enter()
+        give_way(scope)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             sending = asyncio.create_task(self._send_all(send))

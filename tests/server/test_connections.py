@@ -31,7 +31,8 @@ MUCH = (b"data: " + b"z" * 1016 + b"\n\n") * (8 << 10)
 class App:
     """Answers "ok"; /slow after half a second, /echo what it got, /length with a length, /stream sends `chunk` every
     `pause_s` until the client is gone, /past the same past ASGI where it can, /large one plain answer of 4 MiB,
-    /event a stream of one event of 8 MiB, /log the stream of a log of 8 MiB."""
+    /event a stream of one event of 8 MiB, /log the stream of a log of 8 MiB, /watch the stream of a log that does not
+    end."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -46,7 +47,7 @@ class App:
         streaming = path in ("/stream", "/past")
         exchange: Exchange = scope["state"]["exchange"]
         assert not exchange.can_write
-        if path in ("/event", "/log"):
+        if path in ("/event", "/log", "/watch"):
             await self._much(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream" if streaming else b"text/plain")]
@@ -74,10 +75,10 @@ class App:
         assert not exchange.can_write
 
     async def _much(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/log":
+        if scope["path"] != "/event":
             log = EventLog()
-            log.append(MUCH)
-            log.publish(ended=True)
+            log.append(MUCH if scope["path"] == "/log" else b"data: 1\n\n")
+            log.publish(ended=scope["path"] == "/log")
             await LogStream(log, 0, metrics=Metrics(), keep_alive_s=0)(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream")]
@@ -198,6 +199,26 @@ async def test_what_is_not_http_gets_an_error_in_shape(start) -> None:
     assert (status, error["code"]) == (400, "invalid_http")
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"Host: x\r\nTransfer-Encoding: gzip, chunked\r\n",
+        b"Host: x\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n",
+        b"Host: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"Host: x\r\nContent-Length: 5\r\nContent-Length: 5\r\n",
+        b"Host: x\r\nContent-Length: 5\r\nHost: y\r\n",
+        b"Content-Length: 5\r\n",
+    ],
+)
+async def test_a_head_that_may_be_read_in_two_ways_is_refused(start, headers: bytes) -> None:
+    running = await start()
+    answer = await running.exchange(b"POST /echo HTTP/1.1\r\n" + headers + b"\r\n5\r\nhello\r\n0\r\n\r\n")
+    status, error = error_of(answer)
+    assert status == 400
+    assert "transfer" not in error["code"] or b"gzip" in headers
+    assert running.app.num_calls == 0
+
+
 async def test_a_head_that_does_not_come_ends_the_connection(start) -> None:
     running = await start(head_timeout_s=0.2)
     assert await running.exchange(b"") == b""
@@ -247,6 +268,33 @@ async def test_above_the_limit_those_that_do_nothing_give_way_the_longest_first(
     await asyncio.wait_for(kept.readuntil(b"HTTP/1.1 200 OK\r\n"), 5)
     for _ in range(20):
         await asyncio.wait_for(busy.readuntil(b"1\r\nx\r\n"), 5)
+
+
+async def test_above_the_limit_half_a_request_gives_way_and_so_does_who_can_ask_again(start) -> None:
+    running = await start(max_connections=4)
+    running.app.chunk, running.app.pause_s = b"x", 0.01
+    upload = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"
+    watch, stream = b"GET /watch HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
+    in_line = GET + b"\r\n" + upload  # the first is answered, the second never comes
+    held = await _connections(running, watch, stream, upload, in_line)
+    watching, busy, half, behind = (reader for reader, _ in held)
+    await asyncio.wait_for(watching.readuntil(b"data: 1\n\n"), 5)
+    await asyncio.wait_for(busy.readuntil(b"1\r\nx\r\n"), 5)
+    await asyncio.wait_for(behind.readuntil(b"0\r\n\r\n"), 5)
+    for given_up in (half, behind, watching):
+        newcomer, writer = await running.connect()
+        with contextlib.suppress(ConnectionError):
+            await asyncio.wait_for(given_up.read(), 5)
+        writer.write(stream)  # and stays
+        await asyncio.wait_for(newcomer.readuntil(b"1\r\nx\r\n"), 5)
+        held.append((newcomer, writer))
+    late, _ = await running.connect()
+    assert await asyncio.wait_for(late.read(), 5) == b"", "all are busy"
+    await asyncio.wait_for(busy.readuntil(b"1\r\nx\r\n"), 5)
+    for _, writer in held:
+        writer.close()
+    await eventually(lambda: not running.server.server_state.connections)
+    assert running.server.config.places.first() is None
 
 
 async def test_above_the_limit_where_all_are_busy_the_new_one_is_closed(start) -> None:

@@ -54,6 +54,27 @@ def test_it_serves_over_tls_streams_included_and_cuts_off_who_never_shakes_hands
         assert "Traceback" not in server.log
 
 
+def test_who_does_not_answer_the_end_of_tls_holds_up_nothing(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    switches = ["--set", f"tls_cert={cert}", "--set", f"tls_key={key}"]
+    context = ssl.create_default_context(cafile=str(cert))
+    ask = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    with stub_server(tmp_path / "log", *switches) as server:
+        closed, idle = (context.wrap_socket(_connected(server.port), server_hostname="127.0.0.1") for _ in range(2))
+        for client, more in ((closed, b"Connection: close\r\n\r\n"), (idle, b"\r\n")):
+            client.sendall(ask + more)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 ")
+        raw = socket.socket(fileno=closed.detach())  # from here on nobody speaks TLS on it
+        raw.settimeout(10)
+        while raw.recv(1 << 16):  # the server's word that it ends, then the end
+            pass
+        server.signal()
+        assert server.wait(20) == 0
+        assert "graceful" not in server.log
+        raw.close()
+        idle.close()
+
+
 def _connected(port: int) -> socket.socket:
     for _ in range(200):
         try:
