@@ -61,8 +61,8 @@ class Auth:
     Anthropic's clients put it; 403 for a key that is not good for the path; 429 for a client that has too much in
     hand. An empty ring: everything passes but what needs the scope admin.
 
-    Tells the routes `state.account`, whose the key is, and `state.key_digest`, the SHA-256 of that client's first key,
-    in hex."""
+    Tells the routes `state.account`, whose the key is, and those outside `state.let_in`: whether the request is one
+    that may use the model."""
 
     def __init__(self, app: ASGIApp, ring: KeyRing, open_paths: Collection[str]) -> None:
         self.app = app
@@ -75,6 +75,7 @@ class Auth:
             return
         needed = scope_of(scope["path"])
         if not self._ring and needed != "admin":
+            scope.setdefault("state", {})["let_in"] = needed == "inference"
             await self.app(scope, receive, send)
             return
         try:
@@ -104,9 +105,10 @@ class Auth:
             message = "A valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         client, state = account.client, scope.setdefault("state", {})
+        state["account"] = account
         state.setdefault("log", {})["client"] = client.name
         if not is_good_for(client.scopes, scope["path"]):
             message = f"This API key is not good for this URL: it lacks the scope {needed}."
             raise ApiError(403, message, code="missing_scope")
-        state |= {"account": account, "key_digest": client.digests[0].hex()}
+        state["let_in"] = needed == "inference"
         return account

@@ -234,7 +234,7 @@ class Connection(HttpToolsProtocol):
         body = error.envelope()
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self._metrics.error(error.status)
+        self._metrics.error(error.status, let_in=False)
         self.transport.close()
 
     def _too_large(self) -> ApiError:

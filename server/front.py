@@ -37,7 +37,7 @@ from server.reading import ModelReader
 from server.settings import Settings
 from server.shown_prompt import ShownPrompt
 from server.sse import EventStream, client_gone, collect
-from server.terms import salt_of, terms_of
+from server.terms import account_of, salt_of, terms_of
 from server.turns import Turns
 
 LARGE_BODY = 32 << 10  # bytes; parsing more would hold up the event loop
@@ -210,8 +210,8 @@ class Front:
 
     def _client(self, request: Request) -> str:
         """Whom a request comes from, so that clients can take turns: the key that let it in, else its address."""
-        if key := request.scope.get("state", {}).get("key_digest"):
-            return str(key)
+        if (account := account_of(request)) is not None:
+            return account.id
         return request.client.host if request.client is not None else ""
 
     def error_view(self, error: Exception) -> ApiError:

@@ -80,6 +80,7 @@ class Account:
     may change both; what is in hand stays."""
 
     def __init__(self, client: Client, reserved: float) -> None:
+        self.id = secrets.token_hex(16)  # what it owns is its own, whatever its name and keys become
         self.client = client
         self.reserved = reserved
         self.num_requests = 0

@@ -66,6 +66,7 @@ class ErrorNote(NamedTuple):
     status: int
     route: str
     request_id: str
+    let_in: bool
 
 
 class Metrics(Collector):
@@ -86,7 +87,7 @@ class Metrics(Collector):
         self.steps = self.step_prompt_tokens = self.step_decode_tokens = 0
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self._disconnects = self._slow_clients = self._discarded = self._http_requests = 0
-        self._connections_closed = 0
+        self._connections_closed = self._let_in = 0
         self._loop_lag_max_s = 0.0
         self._in_flight = 0
         self._grammar_hits = self._grammar_failures = 0
@@ -160,6 +161,10 @@ class Metrics(Collector):
     def http_ended(self) -> None:
         self._in_flight -= 1
 
+    def let_in(self) -> None:
+        """A request may use the model: there are no keys, or its own is one."""
+        self._let_in += 1
+
     def client_disconnected(self) -> None:
         """A client left before its answer was complete."""
         self._disconnects += 1
@@ -172,13 +177,15 @@ class Metrics(Collector):
         """A client was cut off because it did not read."""
         self._slow_clients += 1
 
-    def error(self, code: int, route: str = "", request_id: str = "") -> None:
-        """An error answer, or an error event in a stream. code: HTTP status; route: as it is declared."""
+    def error(self, code: int, route: str = "", request_id: str = "", *, let_in: bool = True) -> None:
+        """An error answer, or an error event in a stream. code: HTTP status; route: as it is declared; let_in: whether
+        who asked may use the model, else one note of a kind is enough."""
         label = str(code) if 400 <= code <= 599 else "other"
         self._errors[label] = self._errors.get(label, 0) + 1
-        if code == 401 and self.recent_errors and self.recent_errors[-1].status == 401:
-            self.recent_errors.pop()  # who has no key shall not push out what is of use
-        self.recent_errors.append(ErrorNote(time.time(), code, route, request_id))
+        if not let_in:  # who has no key shall not push out what is of use
+            for note in [n for n in self.recent_errors if not n.let_in and n.status == code]:
+                self.recent_errors.remove(note)
+        self.recent_errors.append(ErrorNote(time.time(), code, route, request_id, let_in))
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         """What one answer's usage says: tokens that the assembler accepted."""
@@ -271,6 +278,7 @@ class Metrics(Collector):
             ("slow_clients", "counter", "Clients cut off because they did not read.", self._slow_clients),
             ("connections_closed", "counter", "Connections closed for want of room.", self._connections_closed),
             ("http_requests", "counter", "HTTP requests that arrived.", self._http_requests),
+            ("http_requests_let_in", "counter", "Of them, those that may use the model.", self._let_in),
             ("grammar_cache_hits", "counter", "Grammars found compiled.", self._grammar_hits),
             ("grammar_failures", "counter", "Grammars refused: wrong or too costly.", self._grammar_failures),
             ("http_in_flight", "gauge", "HTTP requests being answered.", self._in_flight),

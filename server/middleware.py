@@ -48,7 +48,7 @@ SECURITY_HEADERS = (
 )
 SHORTCUT = "shortcut"
 GIVES_WAY = "gives_way"  # in scope["state"], where the server has it: see `give_way`
-STRANGERS_PER_SECOND = 10  # lines about requests without a key
+STRANGERS_PER_SECOND = 10  # lines about requests that need no key, or have none
 LINGER_S = 2.0  # how long the body of a refused request is taken
 LARGE_PIECE = 64 << 10  # bytes: of a body, whose writer waits until the client has most of it
 
@@ -153,12 +153,20 @@ class RequestContext:
 
     def _report(self, scope: Scope, exchange: Exchange, seconds: float, facts: dict[str, object]) -> None:
         status = exchange.status or (500 if exchange.failed else CLIENT_CLOSED)
-        if (trace := scope["state"].get("trace")) is not None:
-            trace.finish(scope, status, is_complete=exchange.complete)
+        state = scope["state"]
+        if let_in := state.get("let_in", False):
+            self.metrics.let_in()
         probe = scope["path"] in ("/health", "/metrics")  # asked every few seconds by machines
+        is_told = logger.isEnabledFor(logging.DEBUG) or not probe
+        if is_told and not let_in and "account" not in state:
+            is_told = self._strangers.allows(time.monotonic())  # they shall not fill the disk, or drown the traces
+        if is_told and (trace := state.get("trace")) is not None:
+            trace.finish(scope, status, is_complete=exchange.complete)
         if status >= 400 and not (probe and status == 503):  # "not yet" is what a probe asks for
             route = getattr(scope.get("route"), "path", "")
-            self.metrics.error(status, route, exchange.request_id.decode())
+            self.metrics.error(status, route, exchange.request_id.decode(), let_in=let_in)
+        if not is_told:
+            return
         line = {
             "id": exchange.request_id.decode(),
             "method": scope["method"],
@@ -169,11 +177,8 @@ class RequestContext:
         }
         if status < 400 and not exchange.complete:
             line["cut"] = True  # the client left, or was cut off, before the end
-        if status == 401:  # nobody without a key shall fill the disk
-            if not self._strangers.allows(time.monotonic()):
-                return
-            if untold := self._strangers.untold():
-                line["untold"] = untold
+        if untold := self._strangers.untold():
+            line["untold"] = untold
         logger.log(logging.DEBUG if probe else logging.INFO, "request", extra={"fields": line})
 
 

@@ -14,6 +14,7 @@ from server.protocol.errors import ApiError, InvalidRequest
 from server.protocol.parsing import short
 from server.response_runs import Run, Runs
 from server.response_store import KeptItem, ResponseStore, StoredResponse
+from server.terms import account_of
 
 router = APIRouter()
 
@@ -180,8 +181,9 @@ def runs_of(request: Request) -> Runs:
 
 
 def owner_of(request: Request) -> str:
-    """The digest of the key that the request came with; empty where there are no keys."""
-    return str(request.scope.get("state", {}).get("key_digest", ""))
+    """Whose key the request came with, by the account's id; empty where there are no keys."""
+    account = account_of(request)
+    return "" if account is None else account.id
 
 
 def _json(value: dict[str, Any]) -> Response:

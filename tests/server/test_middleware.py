@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.outputs import Phase
 from server import middleware
-from server.auth import Auth
+from server.auth import Auth, OriginGate
 from server.bodies import BodyLimit
 from server.keys import load_keys
 from server.logs import REQUEST_LOGGER, Seldom
@@ -98,6 +98,31 @@ async def test_strangers_do_not_fill_the_log(
     assert lines[-1]["status"] == 200
     assert 'pagemill_errors_total{code="401"} 100.0' in metrics.render().decode()
     assert len(metrics.recent_errors) == 1
+
+
+async def test_what_needs_no_key_fills_neither_log_nor_the_list_of_errors(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "STRANGERS_PER_SECOND", 2)
+    metrics, keys = Metrics(), {"Authorization": "Bearer key"}
+    app = RequestContext(OriginGate(Auth(echo, load_keys(["key"], None), ("/",)), (), only_local=False), metrics)
+    metrics.error(500, "/v1/completions", "of use")
+    async with client_of(app) as client:
+        with caplog.at_level(logging.INFO, logger=REQUEST_LOGGER):
+            for _ in range(100):
+                assert (await client.get("/")).status_code == 200
+                assert (await client.get("/x")).status_code == 401
+                assert (await client.get("/x", headers={"Origin": "http://evil"})).status_code == 403
+            assert len(caplog.records) < 50
+            for _ in range(5):
+                (await client.get("/x", headers=keys)).raise_for_status()
+    lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert [line["status"] for line in lines[-5:]] == [200] * 5
+    assert len(lines) - 5 + sum(line.get("untold", 0) for line in lines) == 300
+    assert sorted(note.status for note in metrics.recent_errors) == [401, 403, 500]
+    shown = metrics.render().decode()
+    assert "pagemill_http_requests_total 305.0" in shown
+    assert "pagemill_http_requests_let_in_total 5.0" in shown
 
 
 def test_so_many_lines_a_second_and_the_rest_is_counted() -> None:

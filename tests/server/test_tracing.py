@@ -19,7 +19,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine.config import StartError
-from server import tracing
+from server import middleware, tracing
 from server.app import create_app
 from server.settings import Settings, SettingsError, load
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
@@ -68,6 +68,19 @@ async def served(collector: Collector, **settings: Any) -> AsyncIterator[Served]
 
 def told(spans: list[Span]) -> str:
     return " ".join(f"{span.name} {span.attributes} {span.resource}" for span in spans)
+
+
+@needs_extra
+async def test_strangers_do_not_drown_the_traces(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "STRANGERS_PER_SECOND", 2)
+    async with served(collector, api_key=("key",)) as here:
+        for _ in range(100):
+            assert (await here.client.get("/v1/models")).status_code == 401
+        for _ in range(5):
+            (await here.client.get("/v1/models", headers={"Authorization": "Bearer key"})).raise_for_status()
+    told = [span.attributes["http.response.status_code"] for span in collector.requests()]
+    assert told.count(200) == 5
+    assert 2 <= told.count(401) < 50
 
 
 @needs_extra
