@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     """Parse (done), bind, look at the model, set thread variables, only then import torch."""
+    if settings.api_key_file is not None or settings.tls_cert is not None:
+        signal.signal(
+            signal.SIGHUP, signal.SIG_IGN
+        )  # the files are still to be read; later it means to read them again
     with _uncollected():
         from server import logs, preflight
 

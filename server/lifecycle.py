@@ -328,8 +328,11 @@ def process_started_s() -> float:
 def leave(code: int, *, died: bool = False) -> None:
     """End the process. A compute thread that is still in native code would make a normal exit wait or crash, and so
     may, if the engine died, what the interpreter takes apart on its way out: memory of a device that is lost."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or nobody reads: the exit code must not depend on it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     logging.shutdown()
     if died or any(thread.name == "pagemill-engine" and thread.is_alive() for thread in threading.enumerate()):
         os._exit(code)

@@ -1,13 +1,13 @@
-"""A log handler for pipes: whoever reads one (a container's log driver, a supervisor) may stop reading, and must not
-stop the server.
+"""A log handler for pipes and terminals: whoever reads one (a container's log driver, a supervisor, a person who has
+pressed Ctrl-S) may stop reading, or go and come back, and must not stop the server.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
+import select
 import stat
 import threading
 from typing import TextIO
@@ -17,30 +17,31 @@ FLUSH_S = 1.0
 
 
 def is_pipe(stream: TextIO) -> bool:
-    """Whether writing may wait for somebody: a pipe or a socket."""
+    """Whether writing may wait for somebody: a pipe, a socket or a terminal."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):  # no file at all
         return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty()
 
 
 class PipeHandler(logging.Handler):
     """Lines are written by a thread of its own, past the stream's lock. More than MAX_LINES wait for nobody: they are
-    lost, and counted in a line of their own."""
+    lost, as are those that cannot be written, and counted in a line of their own."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._fd = stream.fileno()
         self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
         self._num_lost = 0
+        self._counting = threading.Lock()
         threading.Thread(target=self._write_all, name="pagemill-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(self.format(record) + "\n")
         except queue.Full:
-            self._num_lost += 1
+            self._lost(1)
         except Exception:
             self.handleError(record)
 
@@ -53,14 +54,30 @@ class PipeHandler(logging.Handler):
     def _write_all(self) -> None:
         while True:
             line = self._lines.get()
-            if num_lost := self._num_lost:
-                self._num_lost -= num_lost
-                told = {"name": "pagemill.server", "levelname": "WARNING", "msg": "lines were lost"}
-                line += self.format(logging.makeLogRecord({**told, "fields": {"count": num_lost}})) + "\n"
-            with contextlib.suppress(OSError):  # nobody reads any more
-                self._write(line.encode(errors="replace"))
+            if not self._write(line):
+                self._lost(1)
+            elif (num_lost := self._num_lost) and self._write(self._told(num_lost)):
+                self._lost(-num_lost)
             self._lines.task_done()
 
-    def _write(self, data: bytes) -> None:
+    def _lost(self, count: int) -> None:
+        with self._counting:
+            self._num_lost += count
+
+    def _told(self, num_lost: int) -> str:
+        told = {"name": "pagemill.server", "levelname": "WARNING", "msg": "lines were lost"}
+        return self.format(logging.makeLogRecord({**told, "fields": {"count": num_lost}})) + "\n"
+
+    def _write(self, line: str) -> bool:
+        """Whether somebody has it, or may have: False when nobody reads any more."""
+        data = line.encode(errors="replace")
         while data:
-            data = data[os.write(self._fd, data) :]
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:  # whoever shares it with us has made it one that does not wait
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                return False
+        return True

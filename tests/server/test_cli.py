@@ -115,6 +115,27 @@ main([{command!r}, "x", *{["--port", "0"] if command == "serve" else []!r}])
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.parametrize(("flags", "ends"), [(["--api-key-file", "keys"], False), ([], True)])
+def test_a_hangup_while_the_libraries_are_imported_ends_no_server_that_reads_files_again(
+    flags: list[str], ends: bool
+) -> None:
+    program = f"""
+import os, signal, sys
+from server import preflight
+from server.cli import main
+
+def hung_up(*arguments):
+    os.kill(os.getpid(), signal.SIGHUP)
+    os._exit(7)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+preflight.check_model = hung_up
+main(["serve", "x", "--port", "0", *{flags!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGHUP if ends else 7, "")
+
+
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_missing_model_is_one_sentence(command: str) -> None:
     port = ["--port", "0"] if command == "serve" else []

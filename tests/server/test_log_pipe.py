@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 import httpx
 import pytest
@@ -42,6 +45,82 @@ def test_lines_that_nobody_reads_are_lost_and_counted(monkeypatch: pytest.Monkey
         assert seen == sorted(seen)
         assert 1001 <= len(seen) + num_lost <= num_told
         assert num_lost > 800
+
+
+def handler_on(stream: TextIO) -> PipeHandler:
+    handler = PipeHandler(stream)
+    handler.setFormatter(logs.TextFormatter())
+    return handler
+
+
+def tell(handler: PipeHandler, *numbers: int) -> None:
+    for number in numbers:
+        text = f"number={number} " + "x" * 1000
+        handler.handle(logging.LogRecord("pagemill.server", logging.INFO, "", 0, text, (), None))
+
+
+def numbers_of(lines: Iterable[str]) -> list[int]:
+    return [int(line.partition("number=")[2].split()[0]) for line in lines if "number=" in line]
+
+
+def test_a_pipe_that_does_not_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_pipe, "FLUSH_S", 0.05)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # as another process that has it, too, may do at any time
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading, "rb", buffering=0) as reader:
+        handler = handler_on(stream)
+        tell(handler, *range(500))
+        handler.flush()
+        read = b""
+        while b"number=499" not in read and select.select((reader,), (), (), 10)[0]:
+            read += reader.read(1 << 16)
+        lines = read.decode().splitlines()
+        assert numbers_of(lines) == list(range(500))
+        assert {len(line.partition("number=")[2].partition(" ")[2]) for line in lines[:-1]} == {1000}, "whole lines"
+
+
+def test_a_reader_that_comes_back_hears_how_much_it_missed(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pipe.open("w") as stream:
+        handler = handler_on(stream)
+        tell(handler, 1)
+        handler.flush()
+        assert numbers_of(os.read(first, 1 << 16).decode().splitlines()) == [1]
+        os.close(first)
+        tell(handler, 2, 3, 4)
+        handler.flush()
+        with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as second:
+            tell(handler, 5)
+            handler.flush()
+            lines = second.read().splitlines()
+    assert numbers_of(lines) == [5]
+    assert "lines were lost" in lines[1]
+    assert lines[1].endswith("count=3")
+
+
+def test_a_terminal_may_be_stopped() -> None:
+    controlling, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stream, os.fdopen(controlling, "rb"):
+        assert is_pipe(stream)
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "closed pipe"])
+def test_a_log_that_takes_nothing_changes_no_exit_code(place: str) -> None:
+    port = free_port()
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody, Path("/dev/full").open("w") as full:
+        stream = full if place == "/dev/full" else nobody
+        server = ServerProcess(stub_command(port), port, stream)
+        try:
+            server.wait_for("ready")
+            assert httpx.get(server.url + "/v1/models", timeout=10, trust_env=False).status_code == 200
+            server.signal()
+            assert server.wait() == 0
+        finally:
+            server.end()
 
 
 def test_a_file_is_no_pipe(tmp_path: Path) -> None:
