@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.config import StartError
@@ -30,6 +31,12 @@ def certificate_of(settings: Settings) -> ssl.SSLContext:
         return context
     files = settings.tls_cert if settings.tls_key is None else f"{settings.tls_cert} and {settings.tls_key}"
     raise StartError(f"Cannot use {files} for TLS: {reason}.")
+
+
+def _check_plain(path: Path) -> None:
+    """Opening a pipe would hold up the event loop until somebody writes. Raises StartError."""
+    if path.exists() and not path.is_file():
+        raise StartError(f"{path} is no plain file: it cannot be read a second time.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,9 @@ class Reloader:
 
     def _reload(self) -> Reloaded:
         settings = self.settings
+        for name in (settings.api_key_file, settings.tls_cert, settings.tls_key):
+            if name is not None:
+                _check_plain(Path(name).expanduser())
         certificate = certificate_of(settings) if self._serving is not None and settings.tls_cert is not None else None
         added: list[str] = []
         removed: list[str] = []

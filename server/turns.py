@@ -25,10 +25,9 @@ class Turns:
     async def run(self, client: str, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """`work` in a thread, when it is this client's turn."""
         await self._turn(client)
-        try:
-            return await asyncio.to_thread(work, *args, **kwargs)
-        finally:
-            self._end(client)
+        working = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+        working.add_done_callback(lambda _: self._end(client))  # who is cancelled still has a thread until then
+        return await asyncio.shield(working)
 
     async def _turn(self, client: str) -> None:
         if client not in self._lines and self._may_begin(client):

@@ -71,6 +71,35 @@ async def test_keys_come_and_go_with_the_file(tmp_path: Path) -> None:
     assert 'client="one"' not in metrics
 
 
+async def test_a_new_key_of_a_client_finds_what_the_old_one_left_and_no_other_does(tmp_path: Path) -> None:
+    served = Served(tmp_path, BOSS + ONE + TWO)
+
+    async def status(id: str, key: str) -> int:
+        return (await served.client.get(f"/v1/responses/{id}", headers=bearer(key))).status_code
+
+    made = await served.client.post("/v1/responses", json={"input": "x"}, headers=bearer("one"))
+    id = made.json()["id"]
+    assert [await status(id, key) for key in ("one", "two")] == [200, 404]
+    both = ONE.replace('"{one}"', '["{three}", "{one}"]')
+    assert (await served.reload(BOSS + both + TWO)).status_code == 200
+    assert [await status(id, key) for key in ("one", "three", "two")] == [200, 200, 404]
+    assert (await served.reload(BOSS + TWO)).status_code == 200
+    assert (await served.reload(BOSS + TWO + ONE.replace("[one]", "[again]"))).status_code == 200
+    assert await status(id, "one") == 404, "the same key, another client"
+
+
+@pytest.mark.parametrize("kind", ["api_key_file", "tls_cert"])
+def test_what_cannot_be_read_twice_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it would wait for a writer, and the whole server with it
+    ring = load_keys([], key_file(tmp_path, ONE))
+    reloader = Reloader(Settings(**{kind: str(pipe)}), ring)
+    reloader.serve_with(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    with pytest.raises(StartError, match="no plain file"):
+        reloader.reload()
+    assert ring.find([b"one"]) is not None
+
+
 @pytest.mark.parametrize("text", BROKEN.values(), ids=list(BROKEN))
 async def test_a_broken_file_changes_nothing_and_is_told(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture

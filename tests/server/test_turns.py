@@ -51,6 +51,19 @@ async def test_a_single_thread_goes_round() -> None:
     assert work.begun == ["a1", "a2", "b1", "c1", "a3", "b2"]
 
 
+async def test_who_is_cancelled_keeps_its_turn_as_long_as_its_thread() -> None:
+    turns, work = Turns(1), Work()
+    first, second = (asyncio.create_task(turns.run(name, work, name)) for name in ("first", "second"))
+    await eventually(lambda: work.begun)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    assert work.begun == ["first"], "its thread is not free yet"
+    work.end(2)
+    assert await second == "second"
+    assert (turns._num_free, turns._busy, turns._lines) == (1, {}, {})
+
+
 async def test_who_leaves_the_line_or_fails_gives_its_turn_on() -> None:
     turns, work = Turns(1), Work()
 
