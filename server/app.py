@@ -125,5 +125,10 @@ def _middleware(
         Middleware(OriginGate, allowed=settings.cors_origins, only_local=not ring and is_local(settings.host)),
         Middleware(Auth, ring=ring, open_paths=(*open_paths, *page_paths)),
         Middleware(PhaseGate, phase=lambda: engine.phase, open_paths=any_phase),
-        Middleware(BodyLimit, max_bytes=settings.max_body_size, timeout_s=settings.client_timeout),
+        Middleware(
+            BodyLimit,
+            max_bytes=settings.max_body_size,
+            timeout_s=settings.client_timeout,
+            num_logged=settings.max_log_len if settings.enable_log_requests else 0,
+        ),
     ]

@@ -6,6 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.body_log import tell
 from server.middleware import CLOSE, Incoming, answer, header
 from server.protocol.errors import RATE_LIMITED, ApiError
 
@@ -75,8 +76,10 @@ class BodyLimit:
     """Reads the body before the route runs, at most `max_bytes` of it within `timeout_s`, and hands it over in one
     piece; after it `receive` waits for the client to leave. A body takes its room until the answer has ended."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, num_logged: int = 0) -> None:
+        """num_logged: characters of a body that its log line has; 0: there is none."""
         self.app = app
+        self._num_logged = num_logged
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._room = Room(NUM_LARGE * max_bytes)
@@ -88,22 +91,29 @@ class BodyLimit:
         account = scope.get("state", {}).get("account")
         body = Body(self._room, account.client.name if account is not None else "")
         try:
-            async with asyncio.timeout(self._timeout_s):
-                is_whole = await self._read(scope, incoming, body)
-        except TimeoutError:
-            body.close()
-            error = ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=CLOSE)
-            await answer(error, scope, incoming, send)
-            return
-        except ApiError as error:
-            body.close()
-            await answer(error, scope, incoming, send)
-            return
-        try:
-            if is_whole:
-                await self.app(scope, _replay(body.whole(), receive), send)
+            outcome = await self._in_time(scope, incoming, body)
+            if isinstance(outcome, ApiError):
+                body.close()  # before the rest is waited for
+                await answer(outcome, scope, incoming, send)
+            elif outcome:
+                content = body.whole()
+                if self._num_logged:
+                    tell(scope, content, self._num_logged)
+                receive = _replay(content, receive)
+                del content  # it is not kept twice
+                await self.app(scope, receive, send)
         finally:
             body.close()
+
+    async def _in_time(self, scope: Scope, incoming: Incoming, body: Body) -> bool | ApiError:
+        """As `_read`, or why it is refused."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._read(scope, incoming, body)
+        except TimeoutError:
+            return ApiError(408, "The request body did not arrive in time.", code="request_timeout", headers=CLOSE)
+        except ApiError as error:
+            return error
 
     async def _read(self, scope: Scope, receive: Receive, body: Body) -> bool:
         """Whether all of it came; not if the client left. Raises ApiError: 413, 429, or what `Connection` found wrong

@@ -167,6 +167,10 @@ class Settings(BaseSettings):
         None, "Collector of OpenTelemetry traces (OTLP over HTTP), http://HOST:4318; needs the extra otel."
     )
     log_level: LogLevel = _setting("info", "Least severe line that is logged.")
+    enable_log_requests: bool = _setting(False, "Log the body of every request that may use the model, cut short.")
+    max_log_len: Annotated[int, Field(ge=1, le=1 << 20)] = _setting(
+        1000, "Of a request's body, so much is logged.", unit="characters"
+    )
     log_format: Literal["text", "json"] = _setting("text", "Log lines as key=value text or as JSON.")
 
     # -- model
