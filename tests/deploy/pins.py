@@ -1,5 +1,5 @@
-"""What deploy/requirements.txt has to hold: the server's dependencies, theirs, and so on, but for torch itself, in the
-versions of this environment. `python -m tests.deploy.pins` writes the file."""
+"""What deploy/requirements.txt has to hold: the dependencies of the server and of its extra otel, theirs, and so on,
+but for torch itself, in the versions of this environment. `python -m tests.deploy.pins` writes the file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "requirements.txt"
+EXTRA = "otel"  # 6 MB; an image cannot be added to, for it has no pip
 LEFT_OUT = "torch"  # its build depends on the image
 
 
 def direct() -> list[Requirement]:
-    """The dependencies that pyproject.toml names."""
+    """The dependencies that pyproject.toml names, with those of the extra that the images have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return [Requirement(text) for text in project["dependencies"]]
+    return [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"][EXTRA]]]
 
 
 def closure() -> dict[str, str]:

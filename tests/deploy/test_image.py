@@ -135,6 +135,12 @@ def test_it_answers(container: Container) -> None:
         assert client.post("/v1/completions", json=body, headers={"Authorization": "Bearer no"}).status_code == 401
 
 
+def test_it_can_send_traces(container: Container) -> None:
+    program = "from server.tracing import Tracing; Tracing('http://127.0.0.1:9', '0', ())"
+    made = container.inside(["python3", "-c", program])
+    assert (made.returncode, made.stderr) == (0, "")
+
+
 def test_the_health_check_of_the_image_works_in_it(container: Container) -> None:
     assert container.image.health_command
     checked = container.inside(container.image.health_command)
