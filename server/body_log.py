@@ -29,6 +29,7 @@ def tell(scope: Scope, content: bytes, num_chars: int) -> None:
         shown = shown[:-MAX_KEY]  # which may be half a key
     line = {"id": state.get("request_id", ""), "bytes": len(content), "body": clean(shown, num_chars)}
     logger.info("request body", extra={"fields": line})
+    state["id_given"] = True  # it keeps that name, so that its other line has it too
 
 
 def _without_keys(text: str, scope: Scope) -> str:

@@ -47,7 +47,7 @@ STALL_TICKS = 4  # connections are looked at on every fourth of them
 ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed on by make, is one signal
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 MAX_UNREAD = 1 << 20  # bytes of a stream that its client has not taken
-SPARE_FILES = 512  # descriptors for all but connections
+SPARE_FILES = 512  # open ones for all but connections
 HANDSHAKE_S = 10.0  # for TLS; connections that have not come so far are not counted
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
@@ -176,7 +176,7 @@ class Lifecycle:
     def _server_config(self, app: FastAPI, metrics: Metrics) -> ServerConfig:
         settings = self._settings
         limits = ConnectionLimits(
-            max_connections=settings.max_connections,
+            max_connections=connections_for(settings),
             max_head=MAX_HEAD,
             head_timeout_s=settings.client_timeout,
             max_unread=MAX_UNREAD,
@@ -288,13 +288,22 @@ def check_tls(settings: Settings) -> None:
     certificate_of(settings)
 
 
-def allow_files(num_connections: int) -> None:
-    """A connection takes a file descriptor: as many as the system lets us have, if the limit is lower than that."""
-    wanted = num_connections + SPARE_FILES
+def connections_for(settings: Settings) -> int:
+    """How many client connections there may be: --max-connections, or fewer where the system does not let us open so
+    many files, for at the system's limit nobody would give way. Each takes one; under TLS others, whose handshake is
+    not over, are not counted and take as many."""
+    files_each = 1 if settings.tls_cert is None else 2
+    wanted = settings.max_connections * files_each + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return settings.max_connections
+    allowed = max(1, min(settings.max_connections, (soft - min(SPARE_FILES, soft // 2)) // files_each))
+    told = {"open_files": soft, "max_connections": allowed, "wanted": settings.max_connections}
+    logger.warning("the system's limit of open files leaves fewer connections", extra={"fields": told})
+    return allowed
 
 
 def serve(
@@ -305,7 +314,6 @@ def serve(
 ) -> int:
     """Serve until told to end; returns the exit code. Raises StartError."""
     check_tls(settings)
-    allow_files(settings.max_connections)
 
     async def main() -> int:
         return await Lifecycle(settings, make_engine(), listener).run()

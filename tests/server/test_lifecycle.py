@@ -17,7 +17,7 @@ import pytest
 from engine.config import StartError
 from server import lifecycle
 from server.settings import load
-from tests.server.process import ROOT, ServerProcess, stub_server
+from tests.server.process import ROOT, ServerProcess, free_port, stub_command, stub_server
 
 BODY = {"prompt": "x", "max_tokens": 60, "stream": True}
 
@@ -191,6 +191,24 @@ def test_the_process_knows_when_it_was_created() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0.5 <= float(done.stdout) <= time.monotonic() - began + 0.02
+
+
+def test_connections_give_way_before_the_system_has_no_more_files(log: Path) -> None:
+    port = free_port()
+    limited = ["sh", "-c", 'ulimit -n 80 && exec "$@"', "sh", *stub_command(port)]
+    server = ServerProcess(limited, port, log)
+    held: list[socket.socket] = []
+    try:
+        server.wait_for("ready")
+        held += [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
+        for _ in range(3):
+            answer = httpx.get(server.url + "/metrics", timeout=10, trust_env=False)
+            assert "pagemill_connections_closed_total 0.0" not in answer.text
+        assert "open_files=80 max_connections=40 wanted=4096" in server.log
+    finally:
+        server.end()
+        for client in held:
+            client.close()
 
 
 def test_a_taken_port_is_one_sentence() -> None:
