@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ def certificate_of(settings: Settings) -> ssl.SSLContext:
 
 def _check_plain(path: Path) -> None:
     """Opening a pipe would hold up the event loop until somebody writes. Raises StartError."""
-    if path.exists() and not path.is_file():
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # whoever reads it says what is wrong
+        return
+    if not stat.S_ISREG(mode):
         raise StartError(f"{path} is no plain file: it cannot be read a second time.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -11,7 +12,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -86,6 +87,21 @@ async def test_a_new_key_of_a_client_finds_what_the_old_one_left_and_no_other_do
     assert (await served.reload(BOSS + TWO)).status_code == 200
     assert (await served.reload(BOSS + TWO + ONE.replace("[one]", "[again]"))).status_code == 200
     assert await status(id, "one") == 404, "the same key, another client"
+
+
+async def test_a_folder_that_may_not_be_looked_into_keeps_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(tmp_path, BOSS + ONE)
+
+    def locked(path: Path, *arguments: Any, **more: Any) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for method in ("stat", "read_text"):  # root may look everywhere
+        monkeypatch.setattr(Path, method, locked)
+    response = await served.client.post("/admin/reload", headers=bearer("boss"))
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "not_reloaded")
+    assert await served.status("one") == 200
 
 
 @pytest.mark.parametrize("kind", ["api_key_file", "tls_cert"])
