@@ -79,7 +79,8 @@ def test_a_pipe_that_does_not_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch
         assert {len(line.partition("number=")[2].partition(" ")[2]) for line in lines[:-1]} == {1000}, "whole lines"
 
 
-def test_a_reader_that_comes_back_hears_how_much_it_missed(tmp_path: Path) -> None:
+def test_a_reader_that_comes_back_hears_how_much_it_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_pipe, "FLUSH_S", 60)  # all is written before the next step
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     first = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
