@@ -279,10 +279,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()  # TLS waits for the other side's word
             return
         self._has_said_goodbye = self.transport.is_closing() and not unread
-        if exchange is None:
-            self._stalled_since = None
-            return
-        taken = exchange.bytes_sent - unread
+        taken = (0 if exchange is None else exchange.bytes_sent) - unread
         if not unread:
             self._stalled_since = None
         elif self._stalled_since is None or exchange is not self._watched or taken > self._taken:

@@ -48,6 +48,7 @@ ECHO_S = 0.2  # the same signal, sent to the process and to its group or passed 
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 MAX_UNREAD = 1 << 20  # bytes of a stream that its client has not taken
 SPARE_FILES = 512  # open ones for all but connections
+LAST_ANSWER_S = 3600.0  # under TLS, of a connection that closes; `check_stall` cuts off who does not read it
 HANDSHAKE_S = 10.0  # for TLS; connections that have not come so far are not counted
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
@@ -71,6 +72,7 @@ class Server(uvicorn.Server):
                 backlog=config.backlog,
                 ssl=config.ssl,
                 ssl_handshake_timeout=min(HANDSHAKE_S, config.limits.head_timeout_s) if config.ssl else None,
+                ssl_shutdown_timeout=LAST_ANSWER_S if config.ssl else None,
             )
             self.servers.append(server)
         self.started = True

@@ -40,8 +40,8 @@ def unsent_by_kernel(transport: asyncio.Transport) -> int:
     """Bytes in the kernel's send buffer that the client has not acknowledged; 0 where the system cannot tell."""
     answer = array.array("i", [0])
     try:
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, answer)
-    except OSError:
+        fcntl.ioctl(_file_of(transport), termios.TIOCOUTQ, answer)
+    except (OSError, ValueError):
         return 0
     return answer[0]
 
@@ -49,5 +49,14 @@ def unsent_by_kernel(transport: asyncio.Transport) -> int:
 def hung_up(transport: asyncio.Transport) -> bool:
     """Whether the client has closed its side or the connection, told without reading (the former by Linux alone)."""
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), getattr(select, "POLLRDHUP", 0))
+    try:
+        poll.register(_file_of(transport), getattr(select, "POLLRDHUP", 0))
+    except ValueError:
+        return True
     return bool(poll.poll(0))
+
+
+def _file_of(transport: asyncio.Transport) -> int:
+    """-1 for one that is closed: for a moment its protocol does not know."""
+    connected = transport.get_extra_info("socket")
+    return -1 if connected is None else int(connected.fileno())

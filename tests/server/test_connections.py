@@ -21,6 +21,7 @@ from server.event_log import EventLog, LogStream
 from server.lifecycle import Server
 from server.metrics import Metrics
 from server.middleware import Exchange, RequestContext
+from server.transports import hung_up, unsent_by_kernel
 from tests.server.harness import eventually
 
 LIMITS = ConnectionLimits(max_connections=100, max_head=4096, head_timeout_s=30, max_unread=65536, max_stall_s=30)
@@ -93,10 +94,11 @@ class App:
 
 
 class Running:
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, **options: str) -> None:
         self.app, self.metrics = App(), Metrics()
         context = RequestContext(BodyLimit(self.app, 100_000, 30), self.metrics)
-        config = ServerConfig(context, limits, self.metrics, lifespan="off", ws="none", log_config=None)
+        config = ServerConfig(context, limits, self.metrics, lifespan="off", ws="none", log_config=None, **options)
+        config.load()
         self.server = Server(config)
         self.listener = socket.socket()
         self.listener.bind(("127.0.0.1", 0))
@@ -145,6 +147,21 @@ async def start() -> AsyncIterator[object]:
 def error_of(answer: bytes) -> tuple[int, dict[str, str]]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("is_closed", [None, True, False])
+def test_a_transport_is_asked_also_in_the_moment_after_its_end(is_closed: bool | None) -> None:
+    class Ending(asyncio.Transport):
+        def get_extra_info(self, name: str, default: object = None) -> socket.socket | None:
+            return None if is_closed is None else ends[0]  # TLS has forgotten its socket by then
+
+    ends = socket.socketpair()
+    if is_closed:
+        ends[0].close()
+    assert unsent_by_kernel(Ending()) == 0
+    assert hung_up(Ending()) is (is_closed is not False)
+    for end in ends:
+        end.close()
 
 
 async def test_a_sane_request_passes(start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from engine.config import StartError
 from server import lifecycle
 from server.settings import load
+from tests.server.harness import eventually
 from tests.server.process import stub_server
+from tests.server.test_connections import LIMITS, Running
 
 
 def certificate(folder: Path, name: str = "server") -> tuple[Path, Path]:
@@ -73,6 +76,30 @@ def test_who_does_not_answer_the_end_of_tls_holds_up_nothing(tmp_path: Path) -> 
         assert "graceful" not in server.log
         raw.close()
         idle.close()
+
+
+async def test_who_reads_the_last_answer_slowly_gets_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.2)  # what asyncio allows for it
+    cert, key = certificate(tmp_path)
+    running = Running(LIMITS, ssl_certfile=str(cert), ssl_keyfile=str(key))
+    serving = asyncio.create_task(running.server.serve(sockets=[running.listener]))
+    await eventually(lambda: running.server.started)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", running.port))
+    context = ssl.create_default_context(cafile=str(cert))
+    reader, writer = await asyncio.open_connection(sock=client, ssl=context, server_hostname="127.0.0.1", limit=1024)
+    writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(60):
+        assert (await reader.read()).count(b"y") == 4 << 20
+    writer.close()
+    running.server.should_exit = True
+    await serving
 
 
 def _connected(port: int) -> socket.socket:
