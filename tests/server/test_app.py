@@ -16,6 +16,7 @@ from engine.outputs import Phase
 from server.app import ROUTERS, create_app
 from server.routes.dashboard import PAGE_PATHS
 from server.settings import load
+from tests.server.harness import eventually
 from tests.server.process import ROOT
 from tests.server.stub_engine import StubEngine
 
@@ -198,11 +199,10 @@ async def test_a_plain_request_whose_client_leaves_is_aborted() -> None:
     engine = StubEngine(ready=True)
     async with client_of(engine) as client:
         task = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4000}))
-        await asyncio.sleep(0.2)
+        await eventually(lambda: engine._open)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        assert engine.num_aborted == 1
+        await eventually(lambda: engine.num_aborted == 1)
         assert (await metrics_of(client))["pagemill_num_requests_running", ()] == 0
 
 
