@@ -12,15 +12,15 @@ struct Ahead {
   int64_t stride;
 };
 
-// Several tiles per panel: the next panel, half of it by each of the first two. One tile: its own panel, a little ahead;
-// with `few_rows` or fewer nothing, as the arithmetic is then so short that the processor itself keeps the memory busy, and
-// prefetching ones would only be in its way (at one row they cost a third of the bandwidth). The last panel fetches past
-// its end, which is harmless.
-inline Ahead look_ahead(const char* panel, int64_t bytes, int64_t step_bytes, int64_t few_rows, int64_t rows, int64_t tile,
-                        int64_t tiles) {
+// Several tiles per panel: the panel whose turn is next, half of it by each of the first two. One tile: its own panel, a
+// little ahead; with `few_rows` or fewer nothing, as the arithmetic is then so short that the processor itself keeps the
+// memory busy, and prefetching ones would only be in its way (at one row they cost a third of the bandwidth). What lies
+// past the last panel's end may be fetched, which is harmless.
+inline Ahead look_ahead(const char* panel, const char* next, int64_t bytes, int64_t step_bytes, int64_t few_rows,
+                        int64_t rows, int64_t tile, int64_t tiles) {
   constexpr int64_t kNear = 8 << 10;
   if (tiles == 1) return rows <= few_rows ? Ahead{panel, 0} : Ahead{panel + kNear, step_bytes};
-  if (tile < 2) return {panel + bytes + tile * bytes / 2, step_bytes / 2};
+  if (tile < 2) return {next + tile * bytes / 2, step_bytes / 2};
   return {panel, 0};
 }
 

@@ -143,28 +143,40 @@ struct Worker {
     }
   }
 
+  const char* panel_of(int64_t unit) const {
+    return static_cast<const char*>(a.packed) + unit % plan.panels * plan.panel_bytes;
+  }
+
+  // next: the panel to fetch meanwhile.
   template <typename Out>
-  void multiply(int64_t p) {
+  void multiply(int64_t p, const char* next) {
     alignas(64) float sums[kMaxRows * kPanelColumns];
-    const char* panel = static_cast<const char*>(a.packed) + p * plan.panel_bytes;
+    const char* panel = panel_of(p);
     const int64_t width = a.epilogue == Epilogue::gated ? kGatedColumns : kPanelColumns;
     const Finish finish(a, p * width, width);
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t at = tile_start(t);
       const int count = int(tile_start(t + 1) - at);
-      const Ahead ahead = look_ahead(panel, plan.panel_bytes, Tiles::kStepBytes, Tiles::kFewRows, rows, t, tiles);
+      const Ahead ahead = look_ahead(panel, next, plan.panel_bytes, Tiles::kStepBytes, Tiles::kFewRows, rows, t, tiles);
       Tiles::multiply(count, prepared + at * row_bytes, panel, plan.steps, ahead, sums);
       for (int r = 0; r < count; ++r) finish.template row<Out>(sums + r * kPanelColumns, first + at + r);
     }
   }
 
+  // A piece is drawn when the last panel of the one before begins, so that its first panel is there when its turn comes:
+  // without it a step of 16 rows took 4 to 12 % longer.
   template <typename Out>
   void run(int64_t* next) {
-    while (plan.advance(__atomic_fetch_add(next, 1, __ATOMIC_RELAXED)))
-      for (int64_t unit = plan.begin; unit < plan.end; ++unit) {
-        hold(unit / plan.panels);
-        multiply<Out>(unit % plan.panels);
+    bool more = plan.advance(__atomic_fetch_add(next, 1, __ATOMIC_RELAXED));
+    for (int64_t unit = plan.begin; more;) {
+      const int64_t current = unit;
+      if (++unit == plan.end) {
+        more = plan.advance(__atomic_fetch_add(next, 1, __ATOMIC_RELAXED));
+        if (more) unit = plan.begin;
       }
+      hold(current / plan.panels);
+      multiply<Out>(current % plan.panels, panel_of(unit));
+    }
   }
 };
 
