@@ -137,13 +137,15 @@ struct SplitTiles {
 // A copy of a value tile with its rows padded to value_stride words and tokens from num_tokens on zeroed.
 void copy_values(const int32_t* tile, const Item& item, int64_t num_tokens, int32_t* to) {
   const int64_t pair = item.args.type == ElementType::bf16 ? 2 : 1, dim = item.args.value_dim;
-  for (int64_t step = 0; step < kTileTokens / pair; ++step) {
-    int32_t* row = to + step * item.value_stride;
-    for (int64_t d = 0; d < item.value_stride; ++d) {
-      int32_t word = d < dim && step * pair < num_tokens ? tile[step * dim + d] : 0;
-      if (pair == 2 && step * 2 + 1 >= num_tokens) word &= 0xffff;
-      row[d] = word;
+  for (int64_t token = 0; token < kTileTokens; token += pair, tile += dim, to += item.value_stride) {
+    const bool half = token + 1 == num_tokens && pair == 2;  // the first of a pair, in the low bits
+    const int64_t used = token < num_tokens ? dim : 0;
+    if (half) {
+      for (int64_t d = 0; d < dim; ++d) to[d] = tile[d] & 0xffff;
+    } else {
+      __builtin_memcpy(to, tile, size_t(used) * 4);
     }
+    __builtin_memset(to + used, 0, size_t(item.value_stride - used) * 4);
   }
 }
 
