@@ -2,7 +2,7 @@
 no more room, the owner that holds the most gives first, what it has not used for the longest time: nobody's many
 responses push out another's few.
 
-Everything belongs to an owner, the digest of the API key that it was made with, and is there for no other. Items are
+Everything belongs to an owner, the account of the API key that it was made with, and is there for no other. Items are
 found by ids that we made: nobody can guess those. An id that a client chose means something in its own conversation
 only, since two clients of one key may choose the same.
 
@@ -174,7 +174,7 @@ class ResponseStore:
             self._reserved_of[owner] -= num_bytes
 
     def of(self, owner: str) -> Shelf:
-        """owner: a digest of the key; empty where there are no keys."""
+        """owner: the id of an account; empty where there are no keys."""
         return Shelf(self, owner)
 
     def put(

@@ -85,6 +85,14 @@ def test_what_is_built_are_targets_of_the_dockerfile(name: str) -> None:
     assert set(server["build"].get("args", ())) <= arguments
 
 
+def test_the_index_of_cpu_builds_is_not_handed_to_the_image_for_gpus() -> None:
+    """Compose joins the files' arguments by name: what the second does not name is the first's."""
+    given = [read(name)["services"]["server"]["build"]["args"] for name in FILES[:2]]
+    assert given[0].keys() == given[1].keys()
+    values = [set(arguments.values()) for arguments in given]
+    assert values == [{"${TORCH_ARGS:-}"}, {"${TORCH_CUDA_ARGS:-}"}]
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_what_the_server_is_told_are_settings(file: str) -> None:
     for name in read(file)["services"]["server"].get("environment", ()):

