@@ -93,13 +93,23 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     _ops.copy_blocks(list(caches), pairs)
 
 
+def _check_staging(caches: Sequence[Tensor], staging: Tensor) -> None:
+    if caches and caches[0].is_cuda and not (staging.is_cuda or staging.is_pinned()):
+        raise RuntimeError("staging: wanted memory of the device or pinned memory, got pageable memory")
+
+
 def gather_blocks(caches: Sequence[Tensor], ids: Tensor, staging: Tensor) -> None:
-    """Bytes of blocks `ids` ([n], int64) of every layer into staging, uint8 [n, bytes of one block in all layers]."""
+    """Bytes of blocks `ids` ([n], int64) of every layer into staging, uint8 [n, bytes of one block in all layers].
+
+    On a device staging lies there or in pinned memory of the host, which the device writes by itself: the bytes are
+    there when its stream has come so far. RuntimeError for other memory."""
+    _check_staging(caches, staging)
     _ops.gather_blocks(list(caches), ids, staging)
 
 
 def scatter_blocks(caches: Sequence[Tensor], ids: Tensor, staging: Tensor) -> None:
     """The reverse of gather_blocks; ids must be distinct."""
+    _check_staging(caches, staging)
     _ops.scatter_blocks(list(caches), ids, staging)
 
 

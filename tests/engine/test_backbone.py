@@ -271,3 +271,14 @@ def test_claims_match_what_was_swapped() -> None:
         if name in CLAIMED:
             assert backbone.batch_invariant, name
     assert not paged_backbone("mixtral", NativeAttention()).batch_invariant
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "torch-varlen"])
+def test_no_claim_with_a_library_s_attention(name: str) -> None:
+    class Library(NativeAttention):
+        pass
+
+    Library.name = name
+    for way in ("swapped", "fused"):
+        assert not paged_backbone("llama", Library(), way).batch_invariant
+        assert paged_backbone("llama", NativeAttention(), way).batch_invariant

@@ -68,6 +68,13 @@ class Served:
         return percentile(firsts, percent) * 1e3 if firsts else math.nan
 
 
+def divided(workload: Workload, processes: int, seed: int) -> list[tuple[Workload, int]]:
+    """Each process's part of a workload, and the seed that its requests are drawn with."""
+    sessions, streams = (each // processes for each in (workload.num_sessions, workload.concurrency))
+    part = replace(workload, num_sessions=sessions, concurrency=streams)
+    return [(part, seed * 1000 + number) for number in range(processes)]
+
+
 class ClientError(RuntimeError):
     """A client process ended, or said nothing in time."""
 
@@ -88,10 +95,8 @@ class Clients:
     def load(self, url: str, workload: Workload, source: TokenIds, seed: int = 0) -> Served:
         """Send a workload's requests in its closed loop; requests and concurrency are divided among the processes.
         Raises ClientError."""
-        sessions, streams = (each // len(self._clients) for each in (workload.num_sessions, workload.concurrency))
-        part = replace(workload, num_sessions=sessions, concurrency=streams)
-        for number, client in enumerate(self._clients):
-            client.tell(Job(url, part, source, seed * 1000 + number).line())
+        for client, (part, own_seed) in zip(self._clients, divided(workload, len(self._clients), seed), strict=True):
+            client.tell(Job(url, part, source, own_seed).line())
         for client in self._clients:
             if client.answer("ready") != READY:
                 raise ClientError(f"{client.name} said something else than that it is ready")

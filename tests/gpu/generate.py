@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 from loadtest.baselines.transformers_generate import run_batch
 from loadtest.padded import Batch, plan_batches
-from loadtest.prompts import TokenIds
-from loadtest.workloads import PlannedRequest, Workload
+from loadtest.workloads import PlannedRequest
 from tests.gpu.place import Place, open_place
-from tests.gpu.served import MEDIUM, W5, tiny, w5
+from tests.gpu.served import WORKLOADS, requests_of
 
 RATIO_AIM = 10.0
 MOST_ROWS = 256
@@ -42,12 +40,6 @@ def make_model(place: Place) -> Any:
 def ids_of(request: PlannedRequest) -> list[int]:
     assert isinstance(request.prompt, tuple)
     return list(request.prompt)
-
-
-def requests_of(place: Place, workload: Workload) -> list[PlannedRequest]:
-    source = TokenIds(*place.sized((1000, 100_000), (10, 400)))
-    sessions = place.sized(workload, tiny(workload)).build(0, source)
-    return [session.turns[0] for session in sessions]
 
 
 def kv_tokens(place: Place, model: Any) -> int:
@@ -75,12 +67,9 @@ def padded(place: Place) -> None:
     room = kv_tokens(place, model)
     run_batch(model, [[11, 12, 13], [14]], 4, "dynamic")
     rows = place.sized(MOST_ROWS, 4)
-    for name, workload, chosen in (
-        ("W5 x 256", w5(256), slice(0, 1)),
-        ("W5 x 64", w5(64), slice(0, 1)),
-        ("medium x 256", MEDIUM, slice(0, 2)),
-    ):
-        batches = plan_batches(requests_of(place, workload), min(rows, workload.concurrency), room)[chosen]
+    for name, num_batches in (("W5 x 256", 1), ("W5 x 64", 1), ("medium x 256", 2)):
+        requests = requests_of(place, name)
+        batches = plan_batches(requests, min(rows, WORKLOADS[name].concurrency), room)[:num_batches]
         rate, useful = padded_rate(place, model, batches)
         tell_ratio(place, "generate", name, rate, f"{len(batches[0].requests)} rows, {useful:.0%} of them useful")
 
@@ -98,9 +87,8 @@ def tell_ratio(place: Place, way: str, name: str, rate: float, note: str) -> Non
 def continuous(place: Place) -> None:
     """All requests at once, from the first token to the last: what it does before its first token is its start."""
     model = make_model(place)
-    both = {"W5 x 256": replace(w5(256), num_sessions=512), "medium x 256": MEDIUM}
-    for name, workload in place.sized(both, {"W5 x 256": W5}).items():
-        requests = requests_of(place, workload)
+    for name in place.sized(("W5 x 256", "medium x 256"), ("W5 x 256",)):
+        requests = requests_of(place, name)[:512]
         rate = continuous_rate(model, requests, place.sized(None, ContinuousBatchingConfig(**TINY_CACHE)))
         tell_ratio(place, "generate_batch", name, rate, f"{len(requests)} requests")
 

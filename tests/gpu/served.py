@@ -22,8 +22,8 @@ from dataclasses import replace
 from loadtest.lengths import fixed, lognormal_between, parse_lengths
 from loadtest.prompts import TokenIds
 from loadtest.servers import free_port
-from loadtest.workloads import NAMED, Workload
-from tests.gpu.client import Clients, Served
+from loadtest.workloads import NAMED, PlannedRequest, Workload
+from tests.gpu.client import Clients, Served, divided
 from tests.gpu.client_process import MODEL
 from tests.gpu.place import Place, open_place
 
@@ -39,6 +39,25 @@ MIXED = Workload("mixed prefill", 128, 64, parse_lengths("uniform:64:4000"), fix
 def w5(concurrency: int) -> Workload:
     """Four times as many requests as streams, as W5 has it."""
     return replace(W5, num_sessions=4 * concurrency, concurrency=concurrency)
+
+
+WORKLOADS = {"W5 x 256": w5(256), "W5 x 64": W5, "medium x 256": MEDIUM, "mixed prefill x 64": MIXED}
+AIMS = {"W5 x 256": SATURATION_AIM}
+
+
+def seed_of(name: str) -> int:
+    return list(WORKLOADS).index(name)
+
+
+def source_of(place: Place) -> TokenIds:
+    return TokenIds(*place.sized((1000, 100_000), (10, 400)))
+
+
+def requests_of(place: Place, name: str) -> list[PlannedRequest]:
+    """What the client processes send, all of them together."""
+    workload = place.sized(WORKLOADS[name], tiny(WORKLOADS[name]))
+    parts = divided(workload, place.sized(CLIENTS, 2), seed_of(name))
+    return [session.turns[0] for part, seed in parts for session in part.build(seed, source_of(place))]
 
 
 def tiny(workload: Workload) -> Workload:
@@ -85,8 +104,7 @@ def is_ready(url: str) -> bool:
 
 
 def run(place: Place, clients: Clients, url: str, workload: Workload, seed: int) -> Served:
-    source = TokenIds(*place.sized((1000, 100_000), (10, 400)))
-    return clients.load(url, place.sized(workload, tiny(workload)), source, seed)
+    return clients.load(url, place.sized(workload, tiny(workload)), source_of(place), seed)
 
 
 def tell(place: Place, name: str, served: Served, aim: float | None = None) -> None:
@@ -106,10 +124,9 @@ def main() -> int:
     with Clients(place.sized(CLIENTS, 2)) as clients, serving(place) as url:
         warm_up = replace(w5(256), num_sessions=256, output_len=fixed(16))
         run(place, clients, url, warm_up, 99)  # what is made late is made now
-        plan = [("W5 x 256", w5(256), SATURATION_AIM), ("W5 x 64", W5, None), ("medium x 256", MEDIUM, None)]
-        for seed, (name, workload, aim) in enumerate([*plan, ("mixed prefill x 64", MIXED, None)]):
-            served = run(place, clients, url, workload, seed)
-            tell(place, f"served {name}", served, None if place.is_dry else aim)
+        for name, workload in WORKLOADS.items():
+            served = run(place, clients, url, workload, seed_of(name))
+            tell(place, f"served {name}", served, None if place.is_dry else AIMS.get(name))
             failed += served.failed
     return int(failed > 0)
 

@@ -218,3 +218,20 @@ def name_of(spec: str) -> str:
 @pytest.mark.parametrize("script", ["run.sh", "pack.sh", "prepare.sh"])
 def test_scripts_are_well_formed(script: str) -> None:
     assert subprocess.run(["bash", "-n", HERE / script]).returncode == 0
+
+
+def test_every_kernel_has_its_cases_and_selections_have_bfloat16() -> None:
+    ids = collected("cuda")
+    assert all(any(all(word in found for word in words) for found in ids) for words in cases.KERNELS), ids
+    short, small = collected(cases.SHORT), collected(cases.SMALL)
+    for chosen in (short, small):
+        assert any("test_cuda_linear" in found and "cuda-bfloat16" in found for found in chosen)
+    assert not any("cuda-float16" in found for found in short)
+    assert len(cases.KERNELS) <= len(small) <= 60  # each takes tens of times as long under a sanitizer
+    assert set(short) | set(collected(cases.SELECTIONS["rest"])) == set(ids)
+
+
+def collected(selection: str) -> list[str]:
+    words = [word for word in cases.pytest_words(selection, 1) if word != "-v"]
+    done = subprocess.run([*words, "--collect-only", "-q"], cwd=HERE.parents[1], capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]

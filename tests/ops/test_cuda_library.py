@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import ops
 from engine.ops_library import library_candidates
 from tests.emulation.build import ROOT
 
@@ -44,6 +45,25 @@ def test_registers_its_ops_wherever_it_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
     rows = 8 * 4 * (4096 // 256 + 1)  # sequences, heads of a group, splits
     assert 0 <= int(done.stdout) - rows * 8 * (128 * 4 + 8) <= 4096
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_blocks_go_to_pinned_memory_and_back() -> None:
+    caches = [torch.randn(8, 2 + layer, 16, device="cuda") for layer in range(3)]
+    before = [cache.clone() for cache in caches]
+    size = sum(cache[0].nbytes for cache in caches)
+    ids, pageable = torch.tensor([6, 1], device="cuda"), torch.zeros(2, size, dtype=torch.uint8)
+    staging = pageable.pin_memory()
+    ops.gather_blocks(caches, ids, staging)
+    torch.cuda.synchronize()
+    expected = [torch.cat([old[block].flatten().view(torch.uint8) for old in before]) for block in (6, 1)]
+    assert torch.equal(staging, torch.stack(expected).cpu())
+    ops.scatter_blocks(caches, torch.tensor([0, 7], device="cuda"), staging)
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache, old[[6, 1, 2, 3, 4, 5, 6, 1]])
+    with pytest.raises(RuntimeError, match="pinned"):
+        ops.gather_blocks(caches, ids, pageable)
 
 
 def test_sources_use_no_macro_of_torch_that_2_11_lacks() -> None:

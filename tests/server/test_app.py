@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -153,6 +154,14 @@ async def test_version_spells_out_the_numeric_profile() -> None:
     assert facts["batch_invariant"] is True
     async with client_of(StubEngine()) as client:
         assert "torch" in (await client.get("/version")).json(), "answers while the model loads"
+
+
+async def test_version_says_when_answers_may_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = StubEngine(ready=True)
+    depends = replace(engine.model_info, batch_invariant=False)
+    monkeypatch.setattr(StubEngine, "model_info", depends)
+    async with client_of(engine) as client:
+        assert (await client.get("/version")).json()["batch_invariant"] is False
 
 
 async def metrics_of(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -126,8 +126,14 @@ def test_the_phase_and_the_model_are_shown() -> None:
     metrics.model_loaded(ModelInfo("m", "s", 'odd "name"\n', 100, 50, (1,), "float32", 5, 10, 16, 8, 1))
     assert value(metrics, "engine_phase", "draining") == 1
     assert value(metrics, "engine_phase", "ready") == 0
-    assert value(metrics, "batch_invariant") == 1
     assert any('odd "name"\n' in labels for name, labels in samples(metrics) if name == "pagemill_model_info")
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_whether_results_depend_on_the_batch(claim: bool) -> None:
+    metrics = Metrics()
+    metrics.model_loaded(ModelInfo("m", "s", "a", 100, 50, (1,), "float32", 5, 10, 16, 8, 1, batch_invariant=claim))
+    assert value(metrics, "batch_invariant") == claim
 
 
 def test_the_shape_and_the_time_of_a_step() -> None:
