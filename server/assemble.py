@@ -68,6 +68,7 @@ class Answer:
     ) -> None:
         self.stream = stream
         self._n = params.n
+        self._max_tokens = params.max_tokens
         self._prompt_lens = prompt_lens
         self._observer = observer
         self._prompts = prompts
@@ -144,6 +145,9 @@ class Answer:
         if not self._closed:
             self._closed = True
             usage = self.usage()
+            lengths = [assembler.num_tokens for assembler in self._assemblers]
+            for start in range(0, len(lengths), self._n):
+                self._observer.prompt_ended(lengths[start : start + self._n], self._max_tokens)
             self._observer.ended(
                 usage.num_prompt_tokens,
                 usage.num_completion_tokens,

@@ -195,6 +195,14 @@ class Metrics(Collector):
         self.histograms["request_prompt_tokens"].observe(prompt_tokens)
         self.histograms["request_generation_tokens"].observe(completion_tokens)
 
+    def prompt_done(self, longest: int, n: int, max_tokens: int | None) -> None:
+        """All choices of a prompt ended, or its client left. longest: tokens of the longest of them; n: how many there
+        are; max_tokens: as asked for, None: nothing was."""
+        self.histograms["request_max_num_generation_tokens"].observe(longest)
+        self.histograms["request_params_n"].observe(n)
+        if max_tokens is not None:
+            self.histograms["request_params_max_tokens"].observe(max_tokens, n)
+
     def first_token(self, seconds: float) -> None:
         """Arrival of the HTTP request to the first token of one choice."""
         self.histograms["time_to_first_token_seconds"].observe(seconds)

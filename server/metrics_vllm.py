@@ -30,6 +30,9 @@ HISTOGRAMS = {
     "request_decode_time_seconds": "Histogram of the time from the first token to the last.",
     "request_prompt_tokens": "Histogram of prompt tokens per request.",
     "request_generation_tokens": "Histogram of generated tokens per request.",
+    "request_max_num_generation_tokens": "Histogram of the tokens of a request's longest choice.",
+    "request_params_n": "Histogram of the parameter n.",
+    "request_params_max_tokens": "Histogram of the parameter max_tokens.",
     "request_num_preemptions": "Histogram of preemptions per request.",
     "iteration_tokens_total": "Histogram of tokens per step.",
 }

@@ -4,6 +4,7 @@ and usage, as the assembler counts them."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -65,6 +66,10 @@ class Observer:
         if finish_reason is not None:
             self._reasons[index] = finish_reason
             self._metrics.request_done(finish_reason, now - self._arrival_s)
+
+    def prompt_ended(self, lengths: Sequence[int], max_tokens: int | None) -> None:
+        """A prompt has all it will get. lengths: accepted tokens of each choice; max_tokens: as asked for."""
+        self._metrics.prompt_done(max(lengths), len(lengths), max_tokens)
 
     def ended(
         self,

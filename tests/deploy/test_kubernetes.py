@@ -1,7 +1,7 @@
 """deploy/kubernetes against the published schemas, the server's own settings, and what its phases answer to probes.
 
 InferencePool has no published schema that could be installed here: @kubernetes-models/gateway-api has the Gateway API
-without its inference extension, and no other package of that family has it."""
+without its inference extension, and no package that has it was found."""
 
 from __future__ import annotations
 

@@ -70,6 +70,18 @@ def test_a_server_that_is_open_to_all_says_so(log: Path, switches: tuple[str, ..
         assert ("everybody who reaches this port is served" in server.log) is warns
 
 
+def test_a_connection_that_has_nothing_to_say_is_closed_after_keep_alive(log: Path) -> None:
+    with stub_server(log, "--set", "keep_alive=1") as server:
+        server.wait_for("ready")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:  # less than the default
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            said = b""
+            while piece := client.recv(1 << 16):
+                said += piece
+        assert said.count(b"HTTP/1.1 200 ") == 1
+        assert b"connection: close" not in said.lower()  # idleness alone ended it
+
+
 def test_a_model_that_cannot_be_loaded_is_one_sentence(log: Path) -> None:
     with stub_server(log, "--start-error", "There is no such model.") as server:
         assert server.wait() == 1

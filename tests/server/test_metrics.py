@@ -24,7 +24,8 @@ client_disconnects_total slow_clients_total event_loop_lag_seconds_bucket step_s
 step_execute_seconds_bucket step_update_seconds_bucket step_seconds_bucket batch_sequences_bucket
 batch_prompt_tokens_bucket request_prompt_tokens_bucket request_generation_tokens_bucket
 step_forward_seconds_bucket step_sampling_seconds_bucket step_hand_over_seconds_bucket
-request_inference_time_seconds_bucket request_num_preemptions_bucket"""
+request_inference_time_seconds_bucket request_num_preemptions_bucket request_max_num_generation_tokens_bucket
+request_params_n_bucket request_params_max_tokens_bucket"""
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:

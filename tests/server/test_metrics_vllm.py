@@ -36,10 +36,25 @@ FAMILIES: dict[str, tuple[str, set[str]]] = {
     "request_decode_time_seconds": ("histogram", LABELS),
     "request_prompt_tokens": ("histogram", LABELS),
     "request_generation_tokens": ("histogram", LABELS),
+    "request_max_num_generation_tokens": ("histogram", LABELS),
+    "request_params_n": ("histogram", LABELS),
+    "request_params_max_tokens": ("histogram", LABELS),
     "request_num_preemptions": ("histogram", LABELS),
     "iteration_tokens_total": ("histogram", LABELS),
     "cache_config_info": ("gauge", {"block_size", "engine", "num_gpu_blocks"}),
 }
+# what the queries of vLLM's own dashboard name (examples/observability/prometheus_grafana/grafana.json); each of them
+# chooses by model_name alone
+DASHBOARD = {
+    "e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum", "e2e_request_latency_seconds_count",
+    "prompt_tokens_total", "generation_tokens_total",
+    "inter_token_latency_seconds_bucket", "inter_token_latency_seconds_sum", "inter_token_latency_seconds_count",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum", "time_to_first_token_seconds_count",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_success_total",
+    "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_max_num_generation_tokens_sum",
+}  # fmt: skip
 
 
 async def text_of(**flags: str) -> str:
@@ -81,6 +96,17 @@ async def test_names_types_and_labels_are_vllms() -> None:
     assert reasons == {"stop", "length", "abort", "error"}
 
 
+async def test_every_query_of_vllms_dashboard_finds_its_series() -> None:
+    text = await text_of(metrics_compat="vllm", served_model_name="tiny")
+    shown = {
+        sample.name
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("model_name") == "tiny"
+    }
+    assert {f"vllm:{name}" for name in DASHBOARD} <= shown
+
+
 async def test_the_numbers_are_ours() -> None:
     text = await text_of(metrics_compat="vllm")
     values = {
@@ -98,3 +124,8 @@ async def test_the_numbers_are_ours() -> None:
     assert values["vllm:kv_cache_usage_perc", None, None] == 0.4
     assert values["vllm:generation_tokens_total", None, None] == 4 * 12 + 8
     assert values["vllm:num_preemptions_total", None, None] == 6
+    # two prompts of two choices each, and one that a stop string ended after 8 of its 12 tokens
+    assert values["vllm:request_max_num_generation_tokens_sum", None, None] == 2 * 12 + 8
+    assert values["vllm:request_params_n_count", None, None] == 3
+    assert values["vllm:request_params_n_sum", None, None] == 2 + 2 + 1
+    assert values["vllm:request_params_max_tokens_sum", None, None] == 5 * 12
