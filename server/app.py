@@ -16,7 +16,7 @@ from server.auth import Auth, OriginGate, is_local
 from server.bodies import BodyLimit
 from server.dashboard.feed import Feed
 from server.engine_port import Engine
-from server.keys import KeyRing, load_keys
+from server.keys import KeyRing, read_clients
 from server.metrics import Metrics
 from server.metrics_vllm import VllmNames
 from server.middleware import PhaseGate, RequestContext
@@ -66,7 +66,7 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     engine may be in any phase. end: begins the end of the process, as SIGTERM does; None: the app ends by other means.
 
     Raises StartError for a key file that cannot be used, and for traces without the extra that sends them."""
-    ring = load_keys([key.get_secret_value() for key in settings.api_key], settings.api_key_file)
+    ring = KeyRing(read_clients(settings.key_digests(), settings.api_key_file))
     reloader = Reloader(settings, ring)
     metrics = Metrics()
     metrics.watch(lambda: engine.phase, lambda: engine.hung)

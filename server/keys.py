@@ -13,14 +13,13 @@ Two sources: --api-key (or PAGEMILL_API_KEY), whole keys that may use the model 
 
 `python -m server.keys NAME` makes a key and prints its table.
 
-Only digests are kept. SHA-256 is enough for them: a slow hash protects words that people choose, of which there are
-few; a key of 128 random bits cannot be guessed however fast one may try, and a slow hash would let anybody burn our
-CPU with wrong keys.
+Only digests are kept, of --api-key from the moment it is read. SHA-256 is enough for them: a slow hash protects words
+that people choose, of which there are few; a key of 128 random bits cannot be guessed however fast one may try, and a
+slow hash would let anybody burn our CPU with wrong keys.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 import secrets
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from engine.config import StartError
+from server.digest import digest_of
 from server.protocol.errors import RATE_LIMITED, ApiError
 
 Scope = Literal["inference", "metrics", "admin"]
@@ -56,10 +56,6 @@ def scope_of(path: str) -> Scope:
 def is_good_for(scopes: Collection[Scope], path: str) -> bool:
     """Whether a key of these scopes may ask for this path."""
     return scope_of(path) in scopes or (path in WATCH_PATHS and "admin" in scopes)
-
-
-def digest_of(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +161,12 @@ def _account(client: Client, reserved: float, known: Account | None) -> Account:
     return known
 
 
-def load_keys(keys: Sequence[str], file: str | None) -> KeyRing:
-    """As `read_clients`, on a ring."""
-    return KeyRing(read_clients(keys, file))
-
-
-def read_clients(keys: Sequence[str], file: str | None) -> list[Client]:
-    """keys: whole ones; file: the path of a key file. Raises StartError with one sentence."""
+def read_clients(digests: Sequence[bytes], file: str | None) -> list[Client]:
+    """digests: of keys without a table; file: the path of a key file. Raises StartError with one sentence."""
     scopes: frozenset[Scope] = frozenset({"inference", "metrics"})
     clients = [
-        Client(f"key-{number}", (digest_of(key.encode()),), scopes, cache_group=f"key-{number}")
-        for number, key in enumerate(dict.fromkeys(keys), start=1)
+        Client(f"key-{number}", (digest,), scopes, cache_group=f"key-{number}")
+        for number, digest in enumerate(dict.fromkeys(digests), start=1)
     ]
     if file is not None:
         clients += _read(Path(file))

@@ -100,8 +100,7 @@ class Reloader:
         removed: list[str] = []
         if settings.api_key_file is not None:
             before = {account.client.name for account in self.ring.accounts}
-            keys = [key.get_secret_value() for key in settings.api_key]
-            self.ring.replace(read_clients(keys, settings.api_key_file))
+            self.ring.replace(read_clients(settings.key_digests(), settings.api_key_file))
             after = {account.client.name for account in self.ring.accounts}
             added, removed = sorted(after - before), sorted(before - after)
         if certificate is not None:  # nothing can fail any more

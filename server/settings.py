@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretBytes, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -33,6 +33,7 @@ from engine.config import (
     usable_cores,
 )
 from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
+from server.digest import digest_of
 from server.logs import LogLevel
 
 ENV_PREFIX = "PAGEMILL_"
@@ -67,9 +68,17 @@ def parse_list(value: object) -> object:
     return items
 
 
+def parse_keys(value: object) -> object:
+    """As `parse_list`, and of each key its digest alone: nothing needs the key itself."""
+    keys = parse_list(value)
+    if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
+        raise ValueError("must be a text, or a list of them")
+    return tuple(digest_of(key.encode("utf-8", "surrogateescape")) for key in keys)
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
-Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(parse_list)]
+Keys = Annotated[tuple[SecretBytes, ...], NoDecode, BeforeValidator(parse_keys)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
@@ -260,6 +269,10 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """No .env files and no folders of secrets: what a process does can be read off its command and environment."""
         return (init_settings, env_settings)
+
+    def key_digests(self) -> list[bytes]:
+        """Of the keys of --api-key."""
+        return [digest.get_secret_value() for digest in self.api_key]
 
     def engine_config(self) -> EngineConfig:
         """Raises StartError where values contradict each other."""

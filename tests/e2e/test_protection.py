@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.keys import digest_of
+from server.digest import digest_of
 from tests.server.process import ServerProcess
 
 pytestmark = pytest.mark.model

@@ -13,7 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.config import StartError
 from server import keys
 from server.auth import Auth, OriginGate, is_local
-from server.keys import KeyRing, digest_of, load_keys
+from server.digest import digest_of
+from server.keys import KeyRing
+from tests.server.keys import load_keys
 
 PATHS = [
     "/v1/completions",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.outputs import Phase, QueueFull
-from server.keys import digest_of
+from server.digest import digest_of
 from tests.server.harness import error_of, eventually
 from tests.server.responses_harness import events_of
 from tests.server.runs_harness import LONG, SLOW, Connection, ended, running, said, served

@@ -14,8 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 from server import bodies, body_log, middleware
 from server.app import create_app
 from server.bodies import BodyLimit
-from server.keys import Account, load_keys
+from server.keys import Account
 from server.settings import Settings
+from tests.server.keys import load_keys
 from tests.server.stub_engine import StubEngine
 
 LARGE = 1 << 20

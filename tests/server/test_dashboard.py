@@ -17,7 +17,7 @@ from engine.stats import CacheStats, Picture, StepStats
 from server.app import create_app
 from server.dashboard.feed import MAX_VIEWERS, Feed
 from server.dashboard.window import Sample, Window, quantile
-from server.keys import digest_of
+from server.digest import digest_of
 from server.metrics import Metrics
 from server.protocol.errors import ApiError
 from server.routes.dashboard import EVENTS_PATH, FOLDER, PAGE_PATHS

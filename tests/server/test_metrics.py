@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.outputs import Delivery, ModelInfo, Phase
 from engine.stats import CacheStats, RequestStats, StepStats
 from server.histograms import Histogram
-from server.keys import load_keys
 from server.metrics import Metrics
+from tests.server.keys import load_keys
 
 EXPECTED = """num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
 generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total

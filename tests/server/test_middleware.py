@@ -18,11 +18,11 @@ from engine.outputs import Phase
 from server import middleware
 from server.auth import Auth, OriginGate
 from server.bodies import BodyLimit
-from server.keys import load_keys
 from server.logs import REQUEST_LOGGER, Seldom
 from server.metrics import Metrics
 from server.middleware import PhaseGate, RequestContext
 from server.protocol.errors import ApiError
+from tests.server.keys import load_keys
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

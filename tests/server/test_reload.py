@@ -19,9 +19,10 @@ import pytest
 
 from engine.config import StartError
 from server.app import create_app
-from server.keys import KeyRing, load_keys
+from server.keys import KeyRing
 from server.reload import Reloader
 from server.settings import Settings
+from tests.server.keys import load_keys
 from tests.server.process import ServerProcess, stub_server
 from tests.server.stub_engine import StubEngine
 from tests.server.test_auth import bearer, key_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from engine.config import EngineConfig, StartError, StructuredConfig
 from server import settings_reference
 from server.cli import build_parser
+from server.digest import digest_of
 from server.settings import (
     Settings,
     SettingsError,
@@ -183,10 +185,16 @@ def test_an_empty_key_is_refused_and_never_opens_the_server(monkeypatch: pytest.
         load({})
 
 
-def test_keys_are_never_shown() -> None:
+def test_keys_are_kept_as_digests_and_neither_is_ever_shown() -> None:
     settings = load({"api_key": ["hunter2"]})
-    assert settings.api_key[0].get_secret_value() == "hunter2"
-    assert "hunter2" not in repr(settings) + str(settings) + settings.model_dump_json()
+    assert settings.key_digests() == [digest := digest_of(b"hunter2")]
+    assert b"hunter2" not in pickle.dumps(settings)
+    shown = repr(settings) + str(settings) + settings.model_dump_json()
+    assert "hunter2" not in shown
+    assert digest.hex() not in shown
+    assert repr(digest)[2:-1] not in shown
+    with pytest.raises(SettingsError, match="--api-key: must be a text, or a list of them"):
+        load({"api_key": 7})
     with pytest.raises(SettingsError) as caught:
         load({"api_key": ["hunter2", ""]})
     assert "hunter2" not in str(caught.value)
