@@ -163,8 +163,8 @@ struct Worker {
     }
   }
 
-  // A piece is drawn when the last panel of the one before begins, so that its first panel is there when its turn comes:
-  // without it a step of 16 rows took 4 to 12 % longer.
+  // A piece is drawn when the last panel of the one before begins, so that its first panel is there when its turn comes
+  // (docs/performance.md has what that saves).
   template <typename Out>
   void run(int64_t* next) {
     bool more = plan.advance(__atomic_fetch_add(next, 1, __ATOMIC_RELAXED));
