@@ -84,6 +84,8 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
 
 
 def _load_engine(config: EngineConfig, device: Device, watch: Stopwatch) -> EngineParts:
+    if config.lora.adapters:
+        raise StartError("Adapters are not served yet.")
     if device.is_cuda:
         torch.cuda.set_device(device.torch_device)  # of this thread, which alone computes
     torch.set_num_threads(config.device.compute_threads())

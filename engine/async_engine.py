@@ -73,6 +73,7 @@ class AsyncEngine:
         self._outbox: deque[Delivery] = deque()  # on their way from the engine thread
         self._deadlines: dict[int, asyncio.TimerHandle] = {}  # of the streams that have one
         self._admission = Admission(config.scheduler, time.monotonic)  # what has not produced a token
+        self._adapters = {"": 0} | {each.name: place for place, each in enumerate(config.lora.adapters, 1)}
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead = asyncio.Event()
@@ -201,16 +202,21 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        adapter: str = "",
         label: str = "",
         terms: Terms = NO_TERMS,
     ) -> GenerationStream:
         """Admit one HTTP request (all prompts x params.n, whole or not at all) and return its stream of outputs.
 
         prompts: token ids; params.max_tokens None means what remains of max_model_len; label: the client's name
-        for the request, only for logs. Raises InvalidParameter, QueueFull, NotServing or RequestTimedOut."""
+        for the request, only for logs; adapter: name of one in config.lora, "" for the base model. Raises
+        InvalidParameter, QueueFull, NotServing or RequestTimedOut."""
         if self._phase is not Phase.READY:
             raise NotServing(f"The engine is {self._phase.value}.")
         self._check(prompts, params)
+        adapter_index = self._adapters.get(adapter)
+        if adapter_index is None:
+            raise InvalidParameter("model", f"There is no adapter {adapter[:80]!r} here.")
         now = time.monotonic()
         if terms.deadline_s is not None and terms.deadline_s <= now:
             raise RequestTimedOut
@@ -236,6 +242,8 @@ class AsyncEngine:
                 seed=seed,
                 eos_token_ids=self.model_info.eos_token_ids,
                 cache_salt=cache_salt,
+                adapter=adapter,
+                adapter_index=adapter_index,
                 arrival_s=now,
                 terms=terms,
             )

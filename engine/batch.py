@@ -30,6 +30,7 @@ class NewRow:
     params: SamplingParams
     seed_key: int  # uint64: hash of (seed, prompt index, choice index)
     eos_token_ids: tuple[int, ...]  # masked until min_tokens; () with ignore_eos
+    adapter: int = 0  # place in LoraConfig.adapters, from 1; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,37 @@ class StructuredConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter beside the model. name: requests ask for it by this; path: its folder, in peft's format."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters, all of which are loaded at the start."""
+
+    adapters: tuple[Adapter, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises StartError."""
+        names = [adapter.name for adapter in self.adapters]
+        for adapter in self.adapters:
+            if not adapter.name or not adapter.path:
+                raise StartError(f"An adapter needs a name and a folder, got {adapter.name!r} and {adapter.path!r}.")
+            if names.count(adapter.name) > 1:
+                raise StartError(f"Two adapters have the name {adapter.name!r}.")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     step_timeout_s: float = 60.0  # a step that takes longer makes the engine unhealthy
 
     @staticmethod
@@ -131,6 +156,7 @@ class EngineConfig:
             "scheduler": SchedulerConfig,
             "device": DeviceConfig,
             "structured": StructuredConfig,
+            "lora": LoraConfig,
         }
         homes = {f.name: section for section, cls in sections.items() for f in fields(cls)}
         values: dict[str, Any] = {section: {} for section in sections}

@@ -27,6 +27,7 @@ class RowTable:
         # zeros, not empty: the pages of rows never used are never touched
         self.token_ids: Int32Array = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.adapters: Int32Array = np.zeros(num_rows, dtype=np.int32)  # as NewRow.adapter
         max_blocks = -(-(max_model_len + 1) // block_size)
         self.block_table: Int32Array = np.full((num_rows, max_blocks), -1, dtype=np.int32)
 
@@ -37,6 +38,7 @@ class RowTable:
         for new in batch.new_rows:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
+            self.adapters[new.row] = new.adapter
             self.block_table[new.row] = -1
             self.block_table[new.row, : len(new.block_tables[0])] = new.block_tables[0]
         for tokens in batch.new_tokens:

@@ -31,6 +31,7 @@ class Request:
     """One prompt of one stream (an HTTP request with k prompts is k requests of one stream).
 
     stream_id: made by the server, never reused. seed: int64, drawn by the caller when the client named none.
+    adapter: name of a configured one, "" for the base model; adapter_index: its place among them from 1, 0 for none.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission; None before it."""
 
     def __init__(
@@ -43,6 +44,8 @@ class Request:
         seed: int,
         eos_token_ids: ReadOnly[int] = (),
         cache_salt: str = "",
+        adapter: str = "",
+        adapter_index: int = 0,
         arrival_s: float = 0.0,
         terms: Terms = NO_TERMS,
     ) -> None:
@@ -50,6 +53,8 @@ class Request:
         self.prompt_index = prompt_index
         self.params = params
         self.cache_salt = cache_salt
+        self.adapter = adapter
+        self.adapter_index = adapter_index
         self.arrival_s = arrival_s
         self.terms = terms
         # a form may leave nothing but its end: it ends the text then, wanted or not

@@ -176,6 +176,7 @@ class StepPlan:
             params=request.params,
             seed_key=sequence.seed_key,
             eos_token_ids=request.eos_token_ids,
+            adapter=request.adapter_index,
         )
         self.new_rows.append(new)
 

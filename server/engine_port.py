@@ -87,7 +87,9 @@ class Engine(Protocol):
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        adapter: str = "",
         label: str = "",
         terms: Terms = NO_TERMS,
     ) -> Generation:
-        """Raises InvalidParameter, QueueFull, NotServing or RequestTimedOut."""
+        """adapter: name of a configured one, "" for the base model. Raises InvalidParameter, QueueFull, NotServing or
+        RequestTimedOut."""

@@ -275,7 +275,8 @@ class KVCacheManager:
 
     def _root_name(self, sequence: Sequence) -> bytes:
         if sequence.root_name is None:
-            sequence.root_name = self._hasher.root(cache_salt=sequence.request.cache_salt)
+            request = sequence.request
+            sequence.root_name = self._hasher.root(cache_salt=request.cache_salt, adapter=request.adapter)
         return sequence.root_name
 
     def _extend_names(self, sequence: Sequence, num_blocks: int) -> None:

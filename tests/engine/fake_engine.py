@@ -71,6 +71,7 @@ class FakeEngine:
         index: int = 0,
         seed: int = 0,
         salt: str = "",
+        adapter: tuple[str, int] = ("", 0),
         terms: Terms = NO_TERMS,
     ) -> int:
         """Queue one prompt; returns its stream id."""
@@ -84,6 +85,8 @@ class FakeEngine:
             seed=seed,
             eos_token_ids=(EOS,),
             cache_salt=salt,
+            adapter=adapter[0],
+            adapter_index=adapter[1],
             arrival_s=self.now,
             terms=terms,
         )

@@ -15,7 +15,7 @@ import torch
 
 from engine.async_engine import AsyncEngine
 from engine.batch import ScheduledBatch
-from engine.config import EngineConfig, SchedulerConfig, StartError
+from engine.config import Adapter, EngineConfig, LoraConfig, SchedulerConfig, StartError
 from engine.kv.manager import KVCacheManager
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, QueueFull, RequestTimedOut, SequenceOutput
 from engine.sampling_params import InvalidParameter, SamplingParams
@@ -142,6 +142,23 @@ async def test_what_can_never_be_served_is_refused(
     with pytest.raises(InvalidParameter):
         engine.generate(prompts, params)
     await settled(engine)
+
+
+async def test_adapters_are_known_by_name() -> None:
+    config = EngineConfig(lora=LoraConfig((Adapter("a", "x"), Adapter("b", "y"))))
+    engine = AsyncEngine(config, parts)
+    await engine.start()
+    batches: list[ScheduledBatch] = []
+    runner, launch = runner_of(engine), runner_of(engine).launch
+    runner.launch = lambda batch: [batches.append(batch), launch(batch)][1]  # type: ignore[method-assign]  # looks on
+    for name in ("b", "", "a"):
+        await read(engine.generate([[5, 6]], SamplingParams(max_tokens=1), adapter=name))
+    assert [new.adapter for batch in batches for new in batch.new_rows] == [2, 0, 1]
+    for name in ("c", "x", "A"):
+        with pytest.raises(InvalidParameter):
+            engine.generate([[5, 6]], PARAMS, adapter=name)
+    await settled(engine)
+    await engine.stop()
 
 
 async def test_absent_max_tokens_means_what_remains(engine: AsyncEngine) -> None:

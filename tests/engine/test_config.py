@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.config import (
+    Adapter,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     StartError,
@@ -38,6 +40,16 @@ def test_contradictions_are_refused(fields: dict[str, object]) -> None:
     assert str(caught.value).endswith(".")
 
 
+@pytest.mark.parametrize(
+    "adapters",
+    [(Adapter("", "a"),), (Adapter("a", ""),), (Adapter("a", "x"), Adapter("b", "y"), Adapter("a", "z"))],
+)
+def test_adapters_need_names_of_their_own_and_folders(adapters: tuple[Adapter, ...]) -> None:
+    with pytest.raises(StartError) as caught:
+        LoraConfig(adapters)
+    assert str(caught.value).endswith(".")
+
+
 def test_flat_settings_find_their_section() -> None:
     config = EngineConfig.of(
         model="x", dtype="float32", max_num_seqs=3, block_size=32, num_threads=1, step_timeout_s=5.0
@@ -45,6 +57,8 @@ def test_flat_settings_find_their_section() -> None:
     assert (config.model.model, config.model.dtype, config.scheduler.max_num_seqs) == ("x", "float32", 3)
     assert (config.cache.block_size, config.device.num_threads, config.step_timeout_s) == (32, 1, 5.0)
     assert EngineConfig.of() == EngineConfig()
+    adapters = (Adapter("a", "x"), Adapter("b", "x"))
+    assert EngineConfig.of(adapters=adapters).lora == LoraConfig(adapters)
     with pytest.raises(TypeError, match="max_seqs"):
         EngineConfig.of(max_seqs=3)
 

@@ -332,6 +332,16 @@ def test_another_salt_waits_for_nobody() -> None:
     run_and_verify(engine)
 
 
+def test_prompts_are_shared_under_one_adapter_and_not_between_two() -> None:
+    engine = FakeEngine(num_blocks=64, budget=128)
+    for stream, adapter in enumerate([("", 0), ("a", 1), ("b", 2), ("b", 2)]):
+        engine.add(prompt(40), forever(2), stream=stream, adapter=adapter)
+        run_and_verify(engine)
+    assert [s.num_cached_tokens for s in engine.finished] == [0, 0, 0, 32]
+    told = [new.adapter for batch in engine.batches for new in batch.new_rows]
+    assert told == [0, 1, 2, 2]
+
+
 # -- n > 1
 
 
