@@ -68,11 +68,11 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     Raises StartError for a key file that cannot be used, and for traces without the extra that sends them."""
     ring = KeyRing(read_clients(settings.key_digests(), settings.api_key_file))
     reloader = Reloader(settings, ring)
-    metrics = Metrics()
+    metrics = Metrics(settings.served_model_name, [module.name for module in settings.lora_modules])
     metrics.watch(lambda: engine.phase, lambda: engine.hung)
     metrics.watch_clients(lambda: ring.accounts)
     if settings.metrics_compat == "vllm":
-        metrics.registry.register(VllmNames(metrics, settings.served_model_name))
+        metrics.registry.register(VllmNames(metrics))
     engine.add_listener(metrics.observe_delivery)
     version, endpoint = package_version("pagemill"), settings.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint, version, QUIET_PATHS)

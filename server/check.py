@@ -10,17 +10,18 @@ from engine.config import EngineConfig
 
 def report(config: EngineConfig, lengths: Sequence[int]) -> str:
     """Loads the model as serving would: only then are its shapes, the checks and the pool known. Raises StartError."""
-    return render(plan(config), lengths)
+    return render(plan(config), lengths, [adapter.name for adapter in config.lora.adapters])
 
 
-def render(found: Plan, lengths: Sequence[int]) -> str:
+def render(found: Plan, lengths: Sequence[int], adapters: Sequence[str] = ()) -> str:
     """lengths: tokens per sequence (prompt and output) to tell the concurrency for; those above the longest
-    sequence served are left out."""
+    sequence served are left out. adapters: their names."""
     info = found.info
     precision = info.dtype if info.quantization == "none" else f"{info.quantization} weights in {info.dtype}"
     rows = [
         ("model", f"{info.name} ({info.architecture}, {info.num_parameters / 1e6:.1f}M parameters, {precision})"),
         ("source", info.source),
+        *([("adapters", ", ".join(adapters))] if adapters else []),
         ("weights", mebibytes(found.weight_bytes)),
         ("KV pool", mebibytes(found.kv_pool_bytes)),
         ("largest step", mebibytes(found.step_bytes)),

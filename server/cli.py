@@ -99,6 +99,7 @@ def _serve(settings: Settings) -> int:
 
         listener = lifecycle.bind(settings)
         preflight.check_model(settings.model, settings.load_format)
+        preflight.check_adapters(settings.lora_modules)
         set_thread_environment(settings)
         from engine.async_engine import AsyncEngine
     gc.freeze()
@@ -136,6 +137,7 @@ def _check(settings: Settings, lengths: Sequence[int]) -> int:
 
     config = settings.engine_config()
     preflight.check_model(settings.model, settings.load_format)
+    preflight.check_adapters(settings.lora_modules)
     set_thread_environment(settings)
     from server import check
 
@@ -205,7 +207,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         if isinstance(info.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         elif is_list(info):
-            options |= {"action": "append", "metavar": "TEXT"}
+            several = {"action": "extend", "nargs": "+", "metavar": facts["metavar"]}
+            options |= several if facts["metavar"] else {"action": "append", "metavar": "TEXT"}
         else:
             options["metavar"] = (
                 "{" + ",".join(choices_of(info)) + "}" if choices_of(info) else (facts["unit"].upper() or "VALUE")

@@ -22,6 +22,7 @@ from engine.outputs import Phase
 from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput, UnusableForm
 from engine.text import StopGate
 from engine.tokenizer import StopStrings
+from server.adapters import check_names
 from server.assemble import Answer
 from server.encode import PromptEncoder
 from server.engine_port import Engine
@@ -55,7 +56,8 @@ class Front:
     """One per application, made when the model is loaded."""
 
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics) -> None:
-        """Raises NotServing while the model loads, and StartError for a parser that is unknown."""
+        """Raises NotServing while the model loads, and StartError for a parser that is unknown, or for an adapter that
+        is called like the model."""
         self.engine = engine
         self.settings = settings
         self.metrics = metrics
@@ -70,19 +72,26 @@ class Front:
         self.keep_alive_s = KEEP_ALIVE_S
         self.ignored = IgnoredFields(strict=settings.strict_fields)
         self.created = int(time.time())  # of the served models, as /v1/models tells
+        self.adapters = {module.name: module for module in settings.lora_modules}
+        check_names(settings.lora_modules, self.model_names)
 
     @cached_property
     def model_names(self) -> tuple[str, ...]:
-        """The names the model answers to, the first of them the one that answers carry."""
+        """The names the model itself answers to, the first of them the one that answers carry."""
         return self.settings.served_model_name or (self.info.name,)
 
     def check_model(self, name: str | None) -> str:
-        """The name to put into the answer; no name means the model that is served. Raises ApiError 404."""
+        """The name to put into the answer, the model's or an adapter's; no name means the model that is served.
+        Raises ApiError 404."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and name not in self.adapters:
             raise ApiError(404, f"The model {short(name)} does not exist.", param="model", code="model_not_found")
         return name
+
+    def adapter_of(self, name: str | None) -> str:
+        """What the engine knows the adapter by that a request names as its model; empty for the model itself."""
+        return name if name is not None and name in self.adapters else ""
 
     def check_logprobs(self, count: int | None, param: str) -> None:
         """Raises InvalidRequest for more alternatives per token than the operator allows, or fewer than none."""
@@ -144,14 +153,17 @@ class Front:
         await self._compile_all(params.structured, forms, request)
         stops = await _stop_strings(params.stop)
         asked_s = time.monotonic()
+        adapter = self.adapter_of(body.model)
         stream = self.engine.generate(
             prompts,
             params,
             cache_salt=salt_of(request, body),
             label=_name_exchange(request.scope.get("state", {}), id),
             terms=terms_of(request, body, self.settings),
+            adapter=adapter,
         )
-        observer.admitted(request, body.model or self.model_names[0], params, id, asked_s)
+        model = self.check_model(body.model)
+        observer.admitted(request, model, params, id, asked_s, adapter=adapter, row_s=lambda: stream.scheduled_s)
         lengths = [len(prompt) for prompt in prompts]
         return Answer(
             stream, self.tokenizer, params, lengths, observer=observer, stops=stops, new_stop_gate=new_stop_gate,

@@ -213,7 +213,7 @@ class Lifecycle:
         ):
             logger.info(message, extra={"fields": fields})
         host, port = self._listener.getsockname()[:2]
-        names = ", ".join(settings.served_model_name or (info.name,))
+        names = ", ".join([*(settings.served_model_name or (info.name,)), *metrics.adapters.adapters])
         shown = f"[{host}]" if ":" in host else host
         if not (settings.api_key or settings.api_key_file or is_local(settings.host)):
             logger.warning("without an API key, everybody who reaches this port is served")

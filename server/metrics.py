@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from engine.outputs import Delivery, ModelInfo, Phase
 from engine.stats import CacheStats, RequestStats, StepStats
+from server.adapter_counts import AdapterCounts
 from server.histograms import HISTOGRAMS, Histogram
 from server.keys import Account
 
@@ -70,11 +71,16 @@ class ErrorNote(NamedTuple):
 
 
 class Metrics(Collector):
-    """The numbers of one app, in a registry of its own. All methods run on the event loop and take O(1)."""
+    """The numbers of one app, in a registry of its own. All methods run on the event loop and take O(1).
 
-    def __init__(self) -> None:
+    served_names: what the model answers to, where it is not its own name; adapters: names of LoRA adapters."""
+
+    def __init__(self, served_names: Sequence[str] = (), adapters: Sequence[str] = ()) -> None:
+        self._served_names = served_names
+        self.adapters = AdapterCounts(adapters, lambda: self.model_name, FINISHED_REASONS)
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self.registry.register(self.adapters)
         ProcessCollector(registry=self.registry)
         self.step = StepStats(step_id=0, num_running=0, num_waiting=0)
         self.info: ModelInfo | None = None
@@ -93,6 +99,13 @@ class Metrics(Collector):
         self._grammar_hits = self._grammar_failures = 0
         self._accounts: Callable[[], Sequence[Account]] = tuple
         self.histograms = {name: Histogram(buckets) for name, _, buckets in HISTOGRAMS}
+
+    @property
+    def model_name(self) -> str | None:
+        """As answers carry it where a request names no adapter; None while only the loader knows it."""
+        if self._served_names:
+            return self._served_names[0]
+        return self.info.name if self.info is not None else None
 
     # -- the engine's side --------------------------------------------------------------------------------------
 

@@ -2,17 +2,19 @@
 dashboards, the Gateway API's endpoint picker and autoscalers made for it find them.
 
 Bucket bounds are ours: they are finer, and a dashboard's quantiles do not depend on them. What vLLM counts and we do
-not (LoRA, multimodal and external caches, sleep) is not made up.
+not (multimodal and external caches, sleep) is not made up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.outputs import ModelInfo
+from server.adapter_counts import AdapterCount
 from server.metrics import Metrics, usage_of
 
 PREFIX = "vllm:"
@@ -39,22 +41,20 @@ HISTOGRAMS = {
 
 
 class VllmNames(Collector):
-    """Shows nothing before the model is loaded: its name is a label. model_names: as clients call it; the first one
-    counts."""
+    """Shows nothing before the model is loaded."""
 
-    def __init__(self, metrics: Metrics, model_names: Sequence[str]) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._model_names = model_names
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for duplicates: registering must not read the numbers."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        info = self._metrics.info
-        if info is None:
+        info, name = self._metrics.info, self._metrics.model_name
+        if info is None or name is None:
             return
-        labels = [self._model_names[0] if self._model_names else info.name, ENGINE]
+        labels = [name, ENGINE]
         yield from self._gauges(labels)
         yield from self._counters(labels)
         for name, description in HISTOGRAMS.items():
@@ -63,6 +63,8 @@ class VllmNames(Collector):
             family.add_metric(labels, buckets=histogram.cumulative(), sum_value=histogram.sum)
             yield family
         yield _cache_config(info)
+        if adapters := self._metrics.adapters.adapters:
+            yield _lora_info(adapters)
 
     def _gauges(self, labels: list[str]) -> Iterator[Metric]:
         step = self._metrics.step
@@ -99,6 +101,29 @@ class VllmNames(Collector):
         for reason, ours in REASONS.items():
             success.add_metric([*labels, reason], sum(metrics.finished[each] for each in ours))
         yield success
+
+
+def _lora_info(adapters: Mapping[str, AdapterCount]) -> Metric:
+    """Which adapters have requests that run or wait: names in labels, joined by commas, and as the value the Unix time
+    at which that was so. The endpoint picker sends an adapter's requests where it runs, and others where fewer do than
+    max_lora: here all of them at once. vLLM keeps every set of labels that there has been, and whoever reads them must
+    find the latest; here there is one."""
+    running, waiting = [], []
+    for name, count in adapters.items():
+        num_running = count.num_running
+        if num_running:
+            running.append(name)
+        if count.num_open > num_running:
+            waiting.append(name)
+    labels = {
+        "max_lora": str(len(adapters)),
+        "running_lora_adapters": ",".join(running),
+        "waiting_lora_adapters": ",".join(waiting),
+    }
+    name, description = "lora_requests_info", "Adapters with requests that run or wait."
+    family = GaugeMetricFamily(PREFIX + name, description, labels=tuple(labels))
+    family.add_metric(list(labels.values()), time.time())
+    return family
 
 
 def _cache_config(info: ModelInfo) -> Metric:

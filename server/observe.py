@@ -4,7 +4,7 @@ and usage, as the assembler counts them."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +18,10 @@ from server.tracing import Trace
 class Observer:
     """One request's. arrival_s: time.monotonic of its arrival; log: facts for its log line."""
 
-    __slots__ = ("_account", "_arrival_s", "_first_s", "_last_s", "_log", "_metrics", "_reasons", "_trace")
+    __slots__ = (
+        "_account", "_adapter", "_arrival_s", "_first_s", "_last_s", "_log", "_metrics", "_reasons", "_row_s",
+        "_trace",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -36,6 +39,8 @@ class Observer:
         self._first_s: float | None = None  # the first token of any choice
         self._last_s: dict[int, float] = {}  # choice index -> its latest tokens
         self._reasons: dict[int, str] = {}  # choice index -> why it ended
+        self._adapter = metrics.adapters.of("")
+        self._row_s: Callable[[], float | None] = lambda: None
 
     @staticmethod
     def of(request: Request, metrics: Metrics) -> Observer:
@@ -43,8 +48,24 @@ class Observer:
         arrival_s = state.get("arrival", time.monotonic())
         return Observer(metrics, arrival_s, state.get("log", {}), state.get("account"), state.get("trace"))
 
-    def admitted(self, request: Request, model: str, params: SamplingParams, response_id: str, asked_s: float) -> None:
-        """The engine has taken it, asked at `asked_s`: `ended` will follow. model: as the answer names it."""
+    def admitted(
+        self,
+        request: Request,
+        model: str,
+        params: SamplingParams,
+        response_id: str,
+        asked_s: float,
+        *,
+        adapter: str,
+        row_s: Callable[[], float | None],
+    ) -> None:
+        """The engine has taken it, asked at `asked_s`: `ended` will follow. model: as the answer names it; adapter:
+        empty where it is the model itself; row_s: tells when the first of it got a row, once that is known."""
+        self._adapter = self._metrics.adapters.of(adapter)
+        self._row_s = row_s
+        self._adapter.admitted(self._has_row)
+        if adapter:
+            self._log["adapter"] = adapter
         if self._trace is not None:
             route = getattr(request.scope.get("route"), "path", "")
             self._trace.admitted(route, model, params, response_id, asked_s)
@@ -65,7 +86,7 @@ class Observer:
             self._metrics.discarded(num_discarded)
         if finish_reason is not None:
             self._reasons[index] = finish_reason
-            self._metrics.request_done(finish_reason, now - self._arrival_s)
+            self._choice_ended(finish_reason, now)
 
     def prompt_ended(self, lengths: Sequence[int], max_tokens: int | None) -> None:
         """A prompt has all it will get. lengths: accepted tokens of each choice; max_tokens: as asked for."""
@@ -87,7 +108,8 @@ class Observer:
         reason = "error" if failed else "abort"
         reasons = [self._reasons[index] for index in sorted(self._reasons)] + [reason] * num_unfinished
         for _ in range(num_unfinished):
-            self._metrics.request_done(reason, now - self._arrival_s)
+            self._choice_ended(reason, now)
+        self._adapter.ended(self._has_row, num_prompt_tokens, num_completion_tokens)
         self._metrics.usage(num_prompt_tokens, num_completion_tokens, num_cached_tokens)
         if self._account is not None:
             self._account.spend(num_prompt_tokens + num_completion_tokens, now)
@@ -109,6 +131,13 @@ class Observer:
                 last_s=max(self._last_s.values(), default=None),
                 failed=failed,
             )
+
+    def _has_row(self) -> bool:
+        return self._first_s is not None or self._row_s() is not None
+
+    def _choice_ended(self, reason: str, now: float) -> None:
+        self._metrics.request_done(reason, now - self._arrival_s)
+        self._adapter.choice_ended(reason)
 
     def _times(self, scheduled_s: float | None) -> dict[str, float]:
         """In milliseconds, as far as it came: arrival to first row, to first token, to last token."""

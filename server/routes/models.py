@@ -19,9 +19,9 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The served names, all of the one model."""
+    """The names of the one model, then its adapters."""
     front = front_of(request)
-    names = front.model_names
+    names = [*front.model_names, *front.adapters]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return _json({"object": "list", "data": [_model(front, name) for name in names], **ends})
 
@@ -36,13 +36,17 @@ async def get_model(request: Request, name: str) -> Response:
 def _model(front: Front, name: str) -> dict[str, Any]:
     info = front.info
     given = {key: value for key, value in asdict(info.sampling_defaults).items() if value is not None}
+    adapter = front.adapters.get(name)
+    lineage: dict[str, str | None] = {"root": info.name, "parent": None}
+    if adapter is not None:  # its folder is nobody's business
+        lineage = {"root": adapter.name, "parent": adapter.base_model_name or front.model_names[0]}
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     return {
         "id": name,
         "object": "model",
         "created": front.created,
         "owned_by": "pagemill",
-        "root": info.name,
+        **lineage,
         "max_model_len": info.max_model_len,
         "architecture": info.architecture,
         "dtype": info.dtype,

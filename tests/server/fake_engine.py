@@ -87,6 +87,7 @@ class Admitted:
     cache_salt: str
     label: str
     terms: Terms = NO_TERMS
+    adapter: str = ""
 
 
 # (prompt token ids, prompt index, choice index) -> token ids the model "samples", before any limit
@@ -183,6 +184,7 @@ class FakeEngine:
         cache_salt: str = "",
         label: str = "",
         terms: Terms = NO_TERMS,
+        adapter: str = "",
     ) -> GenerationStream:
         if self.refusal is not None:
             raise self.refusal
@@ -198,7 +200,7 @@ class FakeEngine:
                 > self.model_info.max_model_len
             ):
                 raise InvalidParameter("prompt", "The prompt has a bad length.")
-        self.admitted.append(Admitted(tuple(map(tuple, prompts)), params, cache_salt, label, terms))
+        self.admitted.append(Admitted(tuple(map(tuple, prompts)), params, cache_salt, label, terms, adapter))
         stream = GenerationStream(
             len(self.admitted), {i: len(p) for i, p in enumerate(prompts)}, params.n, on_abort=self._on_abort
         )

@@ -156,6 +156,7 @@ class StubEngine:
         cache_salt: str = "",
         label: str = "",
         terms: Terms = NO_TERMS,
+        adapter: str = "",
     ) -> GenerationStream:
         if self.phase is not Phase.READY:
             raise NotServing(f"The engine is {self.phase.value}.")

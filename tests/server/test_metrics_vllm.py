@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.outputs import Delivery
 from engine.stats import CacheStats, RequestStats, StepStats
+from server.adapters import LoraModule
 from server.app import create_app
 from server.metrics import Metrics
 from server.settings import load
@@ -105,6 +108,55 @@ async def test_every_query_of_vllms_dashboard_finds_its_series() -> None:
         if sample.labels.get("model_name") == "tiny"
     }
     assert {f"vllm:{name}" for name in DASHBOARD} <= shown
+
+
+MODULES = [LoraModule(name, "/x") for name in ("sql", "chat", "old")]
+
+
+def lora_info(metrics: Metrics) -> list[tuple[dict[str, str], float]]:
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+    if (family := families.get("vllm:lora_requests_info")) is None:
+        return []
+    assert family.type == "gauge"
+    return [(sample.labels, sample.value) for sample in family.samples]
+
+
+def test_adapters_are_told_as_the_endpoint_picker_reads_them() -> None:
+    """vLLM (v1/metrics/loggers.py): names joined by commas in labels without model_name, the Unix time as value; none
+    without adapters. The picker takes the latest of several series: there must never be an older one."""
+    engine = StubEngine(ready=True)
+    metrics: Metrics = create_app(load({"metrics_compat": "vllm", "lora_modules": MODULES}), engine).state.metrics
+    assert lora_info(metrics) == []
+    metrics.model_loaded(engine.model_info)
+    before = time.time()
+    rows: dict[str, bool] = {}
+
+    def told() -> tuple[str, str]:
+        ((labels, value),) = lora_info(metrics)
+        assert before <= value <= time.time()
+        assert set(labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        assert labels["max_lora"] == "3"
+        return labels["running_lora_adapters"], labels["waiting_lora_adapters"]
+
+    assert told() == ("", "")
+    has_row = {name: lambda name=name: rows.get(name, False) for name in ("chat", "sql", "")}
+    for name, asks in has_row.items():
+        metrics.adapters.of(name).admitted(asks)
+    assert told() == ("", "sql,chat"), "requests without an adapter are not told"
+    rows["chat"] = True
+    assert told() == ("chat", "sql")
+    metrics.adapters.of("chat").admitted(lambda: False)
+    rows["sql"] = True
+    assert told() == ("sql,chat", "chat"), "some of an adapter's requests may run while others wait"
+    metrics.adapters.of("sql").ended(has_row["sql"], 1, 1)
+    assert told() == ("chat", "chat")
+
+
+def test_without_adapters_there_is_no_such_family() -> None:
+    engine = StubEngine(ready=True)
+    metrics: Metrics = create_app(load({"metrics_compat": "vllm"}), engine).state.metrics
+    metrics.model_loaded(engine.model_info)
+    assert lora_info(metrics) == []
 
 
 async def test_the_numbers_are_ours() -> None:

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from engine.config import StartError
 from server import middleware, tracing
+from server.adapters import LoraModule
 from server.app import create_app
 from server.settings import Settings, SettingsError, load
 from tests.server.fake_engine import FakeEngine, says, small_tokenizer
@@ -172,6 +173,18 @@ async def test_the_log_line_names_the_trace(collector: Collector, caplog: pytest
         await here.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=SAMPLED)
     (line,) = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
     assert line["trace"] == TRACE
+
+
+@needs_extra
+async def test_a_span_names_the_adapter_as_the_model_that_was_asked(collector: Collector) -> None:
+    modules = [LoraModule("sql", "/x")]
+    async with served(collector, lora_modules=modules) as here:
+        for path, body in (("/v1/completions", {"prompt": "x", "max_tokens": 1}), ("/v1/embeddings", {"input": "x"})):
+            (await here.client.post(path, json=body | {"model": "sql"})).raise_for_status()
+    spans = collector.requests()
+    assert [span.name for span in spans] == ["text_completion sql", "embeddings sql"]
+    for span in spans:
+        assert span.attributes["gen_ai.request.model"] == span.attributes["gen_ai.response.model"] == "sql"
 
 
 @needs_extra
