@@ -85,4 +85,5 @@ def _view(sequence: Sequence, now: float) -> SequenceView:
         num_blocks=sum(map(len, sequence.block_tables)),
         num_preemptions=sequence.num_preemptions,
         age_s=now - request.arrival_s,
+        adapter=request.adapter,
     )

@@ -50,7 +50,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """How far one sequence is. age_s: since its request arrived."""
+    """How far one sequence is. age_s: since its request arrived; adapter: its name, empty for the model itself."""
 
     stream_id: int
     prompt_index: int
@@ -63,6 +63,7 @@ class SequenceView:
     num_blocks: int
     num_preemptions: int
     age_s: float
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ def _told(views: Iterable[SequenceView], state: str) -> Iterable[dict[str, Any]]
             "blocks": view.num_blocks,
             "preempted": view.num_preemptions,
             "age": round(view.age_s, 1),
+            **({"adapter": view.adapter} if view.adapter else {}),
         }
 
 

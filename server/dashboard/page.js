@@ -178,9 +178,9 @@ function progress() {
 
 function newRow(id) {
   const row = element("tr");
-  const made = { row, state: element("span", "tag"), prompt: progress(), output: progress(), blocks: element("td", "n blocks"), age: element("td", "n") };
+  const made = { row, state: element("span", "tag"), adapter: element("span", "adapter"), prompt: progress(), output: progress(), blocks: element("td", "n blocks"), age: element("td", "n") };
   const what = element("td", "what");
-  what.append(made.state);
+  what.append(made.state, made.adapter);
   row.append(element("td", "id", `#${id.replace(/(\.0)+$/, "")}`), what, made.prompt.cell, made.output.cell, made.blocks, made.age);
   return made;
 }
@@ -207,6 +207,7 @@ function showSequences({ sequences, running, waiting }) {
     const prefilling = sequence.state === "running" && sequence.computed < sequence.prompt;
     made.state.className = `tag ${sequence.state}`;
     made.state.textContent = prefilling ? "prefill" : sequence.state === "running" ? "decode" : sequence.preempted ? "preempted" : "waiting";
+    made.adapter.textContent = sequence.adapter ?? "";
     fill(made.prompt, Math.min(sequence.cached, sequence.computed), sequence.computed, sequence.prompt, `${sequence.computed} / ${sequence.prompt}`);
     fill(made.output, 0, sequence.output, sequence.max_output, `${sequence.output} / ${sequence.max_output}`);
     made.blocks.textContent = sequence.blocks;

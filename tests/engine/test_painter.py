@@ -39,6 +39,16 @@ def test_sequences_are_told_as_far_as_they_are() -> None:
     engine.run()
 
 
+def test_a_sequence_is_told_with_its_adapter() -> None:
+    engine = FakeEngine(max_num_seqs=1)
+    for stream, adapter in enumerate([("sql", 1), ("", 0)]):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=2), stream=stream, adapter=adapter)
+    engine.step()
+    picture = Painter(engine.scheduler).paint(0.0)
+    assert [view.adapter for view in (*picture.running, *picture.waiting)] == ["sql", ""]
+    engine.run()
+
+
 def test_a_picture_is_bounded() -> None:
     engine = FakeEngine(num_blocks=3 * MAX_CELLS - 5)
     for _ in range(MAX_SEQUENCES + 20):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from engine.outputs import Delivery, Phase
-from engine.stats import CacheStats, Picture, StepStats
+from engine.stats import CacheStats, Picture, SequenceView, StepStats
 from server.app import create_app
 from server.dashboard.feed import MAX_VIEWERS, Feed
 from server.dashboard.window import Sample, Window, quantile
@@ -139,6 +139,9 @@ async def test_a_frame_is_bounded_and_tells_what_metrics_tells() -> None:
     assert base64.b64decode(facts["map"]) == bytes(4096)
     assert facts["errors"][0]["id"] == "id-499"
     assert len(facts["errors"]) == 20
+    views = [SequenceView(7, 0, 0, 3, 3, 0, 1, 9, 1, 0, 1.0, adapter) for adapter in ("sql", "")]
+    feed._keep_picture(Delivery(picture=Picture(bytes(4096), 13, running=tuple(views))))
+    assert [row.get("adapter") for row in feed.facts()["sequences"]] == ["sql", None]
     feed._keep_picture(Delivery())
     assert feed.facts()["map"] == facts["map"], "a step's delivery has no picture and takes none away"
 
