@@ -84,14 +84,12 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
 
 
 def _load_engine(config: EngineConfig, device: Device, watch: Stopwatch) -> EngineParts:
-    if config.lora.adapters:
-        raise StartError("Adapters are not served yet.")
     if device.is_cuda:
         torch.cuda.set_device(device.torch_device)  # of this thread, which alone computes
     torch.set_num_threads(config.device.compute_threads())
     _select_isa(config.device.cpu_isa)
     backend = select(config.device.attention_backend, device)
-    model = load_model(config.model, config.device, backend=backend, device=device, watch=watch)
+    model = load_model(config.model, config.device, backend=backend, lora=config.lora, device=device, watch=watch)
     vocab_size = min(model.backbone.vocab_size, model.tokenizer.vocab_size)
     eos_token_ids = _within(model.eos_token_ids, vocab_size)
     grammars = GrammarStore(model.tokenizer, vocab_size, eos_token_ids, config.structured)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
 from engine.batch import ScheduledBatch
+from engine.models.deltas import AdapterSpan, Spans
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -28,6 +29,7 @@ class RowTable:
         self.token_ids: Int32Array = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.adapters: Int32Array = np.zeros(num_rows, dtype=np.int32)  # as NewRow.adapter
+        self.has_adapters = False  # ever had one in a row
         max_blocks = -(-(max_model_len + 1) // block_size)
         self.block_table: Int32Array = np.full((num_rows, max_blocks), -1, dtype=np.int32)
 
@@ -39,6 +41,7 @@ class RowTable:
             self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             self.adapters[new.row] = new.adapter
+            self.has_adapters |= new.adapter > 0
             self.block_table[new.row] = -1
             self.block_table[new.row, : len(new.block_tables[0])] = new.block_tables[0]
         for tokens in batch.new_tokens:
@@ -49,12 +52,14 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The tensors of one forward, flat over all scheduled tokens.
+    """The tensors of one forward, flat over all scheduled tokens: in the order of ScheduledBatch.rows, but adapter by
+    adapter.
 
     sampled: indices into ScheduledBatch.rows that sample, in the order of the next three;
     logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one);
     sampled_rows[i], sampled_ends[i]: its row, and the position that its token will have;
-    scored: (index into ScheduledBatch.rows, flat place of its first scored token), rows with none left out."""
+    scored: (index into ScheduledBatch.rows, flat place of its first scored token), rows with none left out;
+    ends[i]: flat place behind the last token of ScheduledBatch.rows[i], if it computes any."""
 
     input_ids: Tensor  # [num_tokens], int64
     positions: Tensor  # [num_tokens], int64
@@ -65,12 +70,14 @@ class ForwardBatch:
     sampled_rows: Int64Array  # [len(sampled)]
     sampled_ends: Int64Array  # [len(sampled)]
     scored: tuple[tuple[int, int], ...]
+    ends: Int64Array  # [len(ScheduledBatch.rows)]
+    spans: Spans
 
     @staticmethod
     def build(batch: ScheduledBatch, table: RowTable) -> ForwardBatch:
         """Gather ids, positions and slots of the scheduled tokens from the row table."""
         every = np.array([(r.row, r.num_computed, r.num_scheduled) for r in batch.rows], dtype=np.int64)
-        computed = np.flatnonzero(every[:, 2])
+        computed, spans = _by_adapter(np.flatnonzero(every[:, 2]), every, table)
         rows, starts, counts = every[computed].T
         ends = np.cumsum(counts)
 
@@ -109,7 +116,28 @@ class ForwardBatch:
                 for i, r in enumerate(batch.rows)
                 if r.scored
             ),
+            ends=of_computed,
+            spans=spans,
         )
+
+
+def _by_adapter(computed: Int64Array, every: Int64Array, table: RowTable) -> tuple[Int64Array, Spans]:
+    """computed: indices into `every` of rows that compute. The same with those of one adapter side by side, and the
+    tokens of each."""
+    if not table.has_adapters:
+        return computed, ()
+    adapters = table.adapters[every[computed, 0]]
+    order = np.argsort(adapters, kind="stable")
+    computed, adapters = computed[order], adapters[order]
+    ends = np.cumsum(every[computed, 2])
+    known, first, counts = np.unique(adapters, return_index=True, return_counts=True)
+    stops = ends[first + counts - 1].tolist()
+    starts = [0, *stops[:-1]]
+    return computed, tuple(
+        AdapterSpan(adapter, start, stop)
+        for adapter, start, stop in zip(known.tolist(), starts, stops, strict=True)
+        if adapter
+    )
 
 
 def logits_rows(batch: ScheduledBatch) -> tuple[tuple[int, ...], list[int], list[int]]:

@@ -63,15 +63,17 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
         *,
+        adapter: str = "",
         use_tqdm: bool = True,
     ) -> list[list[Completion]]:
-        """Per prompt, the params.n completions. prompts: one text, texts, or token id lists.
+        """Per prompt, the params.n completions. prompts: one text, texts, or token id lists; adapter: name
+        of one of the setting `adapters`.
 
         Raises InvalidParameter for what can never be served, RequestFailed if the engine fails."""
         texts = [prompts] if isinstance(prompts, str) else prompts
         encode = self._engine.tokenizer.encode
         ids = [encode(prompt, allow_special=True) if isinstance(prompt, str) else list(prompt) for prompt in texts]
-        return self._run(self._generate(ids, params or SamplingParams(), use_tqdm))
+        return self._run(self._generate(ids, params or SamplingParams(), adapter, use_tqdm))
 
     def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
         if self._event_loop.is_closed():
@@ -83,14 +85,16 @@ class LLM:
         finally:
             future.cancel()  # an interrupted caller ends what it asked for
 
-    async def _generate(self, ids: list[list[int]], params: SamplingParams, progress: bool) -> list[list[Completion]]:
+    async def _generate(
+        self, ids: list[list[int]], params: SamplingParams, adapter: str, progress: bool
+    ) -> list[list[Completion]]:
         if not ids:
             return []
         completions = [[Completion() for _ in range(params.n)] for _ in ids]
         assemblers = [[Assembler(self._engine.tokenizer, params) for _ in range(params.n)] for _ in ids]
         if params.structured is not None:
             await self._engine.compile(params.structured)
-        stream = self._engine.generate(ids, params)
+        stream = self._engine.generate(ids, params, adapter=adapter)
         try:
             with tqdm(total=len(ids) * params.n, disable=not progress, unit="seq") as bar:
                 async for outputs in stream:

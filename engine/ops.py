@@ -9,7 +9,7 @@ rows or the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -314,6 +314,13 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """As silu_and_mul, with the tanh GELU."""
     out: Tensor = _ops.gated_activation(x, "gelu_tanh")
     return out
+
+
+ACTIVATE_AND_MULTIPLY: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}
 
 
 def shape_logits(logits: Tensor, scale: float, softcap: float) -> None:

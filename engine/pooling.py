@@ -42,18 +42,16 @@ class Pooler:
         """Indexes into batch.rows of those that are pooled: their hidden states are needed."""
         return [index for index, row in enumerate(batch.rows) if row.row in self._rows] if self._rows else []
 
-    def pool(self, batch: ScheduledBatch, hidden_states: Tensor) -> dict[int, RowOutput]:
-        """hidden_states: [batch.num_tokens, hidden_size], in the order of batch.rows. By index into batch.rows the
-        vectors of the prompts whose last token is among them."""
+    def pool(self, batch: ScheduledBatch, hidden_states: Tensor, ends: npt.NDArray[np.int64]) -> dict[int, RowOutput]:
+        """hidden_states: [batch.num_tokens, hidden_size]; ends: by index into batch.rows the place behind a row's last
+        one. By index into batch.rows the vectors of the prompts whose last token is among them."""
         outputs: dict[int, RowOutput] = {}
-        start = 0
         for index, row in enumerate(batch.rows):
-            end = start + row.num_scheduled
             if row.row in self._rows and row.num_scheduled:
-                output = self.take(row, hidden_states[start:end])
+                end = int(ends[index])
+                output = self.take(row, hidden_states[end - row.num_scheduled : end])
                 if output is not None:
                     outputs[index] = output
-            start = end
         return outputs
 
     def num_wanted(self, row: ScheduledRow) -> int:

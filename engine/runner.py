@@ -86,13 +86,15 @@ class ModelRunner:
         """Logits [num_logits, vocab] float32 to sample from, and by index into batch.rows what was told of prompts."""
         inputs = forward.input_ids, forward.positions, forward.metadata
         if not forward.scored and not self.pooler.asking(batch):
-            return self.backbone.forward(*inputs, forward.logits_indices), {}
+            return self.backbone.forward(*inputs, forward.logits_indices, forward.spans), {}
         if not self.backbone.tells_hidden_states:
             refused = {index: NO_PROMPT_LOGPROBS for index, _ in forward.scored}
             refused |= dict.fromkeys(self.pooler.asking(batch), NO_EMBEDDINGS)
-            return self.backbone.forward(*inputs, forward.logits_indices), refused
-        hidden_states = self.backbone.hidden_states(*inputs)  # logits of a whole prompt would be too large
-        scores = self.pooler.pool(batch, hidden_states)
+            return self.backbone.forward(*inputs, forward.logits_indices, forward.spans), refused
+        hidden_states = self.backbone.hidden_states(
+            *inputs, forward.spans
+        )  # logits of a whole prompt would be too large
+        scores = self.pooler.pool(batch, hidden_states, forward.ends)
         for index, flat in forward.scored:
             row = batch.rows[index]
             following = self.table.token_ids[row.row, row.scored.start + 1 : row.scored.stop + 1]
@@ -122,12 +124,13 @@ class ModelRunner:
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """The steps of `warm_up_batches`."""
         longest = self.table.token_ids.shape[1] - 1
-        for batch in warm_up_batches(self.kv_cache, min(max_num_batched_tokens, longest)):
-            self.launch(batch).result()
+        for adapter in range(min(self.backbone.num_adapters, 1) + 1):
+            for batch in warm_up_batches(self.kv_cache, min(max_num_batched_tokens, longest), adapter):
+                self.launch(batch).result()
         self.table.apply(ScheduledBatch(step_id=-1, freed_rows=(0,)))
 
 
-def warm_up_batches(kv_cache: KVCache, max_tokens: int) -> Iterator[ScheduledBatch]:
+def warm_up_batches(kv_cache: KVCache, max_tokens: int, adapter: int = 0) -> Iterator[ScheduledBatch]:
     """One step of one token and one of a few blocks on row 0 and block 0 and up, before anybody waits for it: they go
     through the code of every later step. A step of the full budget would take as long as one, to no end.
 
@@ -142,6 +145,7 @@ def warm_up_batches(kv_cache: KVCache, max_tokens: int) -> Iterator[ScheduledBat
             params=SamplingParams(temperature=0.0),
             seed_key=0,
             eos_token_ids=(),
+            adapter=adapter,
         )
         row = ScheduledRow(row=0, num_computed=0, num_scheduled=num_tokens, logits_from=0)
         yield ScheduledBatch(step_id=-1, new_rows=(new,), rows=(row,))

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, PagedLayer
+from engine.models.deltas import Site, Spans
 
 
 class Computation(Protocol):
     """layers: one per attention call of a forward, in call order. tells_hidden_states: False if the model cannot be
     cut into two halves, so that `hidden_states` and `logits` must not be called. quantization: see ModelInfo.
-    weight_bytes: memory that the weights take. is_capturable: a forward launches the same kernels for every batch of
-    the same shape and asks the device nothing, so that it may be recorded and replayed."""
+    weight_bytes: memory that the weights take, adapters included. is_capturable: a forward launches the same kernels
+    for every batch of the same shape and asks the device nothing, so that it may be recorded and replayed."""
 
     layers: tuple[PagedLayer, ...]
     vocab_size: int
@@ -46,11 +47,19 @@ class Computation(Protocol):
         """Memory for activations and logits in a step of so many tokens and rows of logits, as far as it is known."""
         ...
 
-    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+    def adapter_sites(self) -> list[Site]:
+        """The products that adapters may add to."""
+        ...
+
+    def check_adapters(self) -> None:
+        """When all adapters are there. Raises StartError if one changes what it cannot."""
+        ...
+
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, spans: Spans = ()) -> Tensor:
         """As Backbone.forward, every layer's metadata being set."""
         ...
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, spans: Spans = ()) -> Tensor:
         """As Backbone.hidden_states, every layer's metadata being set."""
         ...
 
@@ -64,8 +73,8 @@ class Backbone:
 
     layers: the KV cache attaches its views to them. batch_invariant: no row's result depends on its neighbours.
     tells_hidden_states: False for a rare model that only knows `forward`. quantization: see ModelInfo.
-    weight_bytes: memory that the weights take. device: of the weights, and of every tensor that goes in and comes out.
-    is_capturable: see Computation."""
+    weight_bytes: memory that the weights take, adapters included. device: of the weights, and of every tensor that
+    goes in and comes out. is_capturable: see Computation."""
 
     def __init__(self, model: Computation, *, batch_invariant: bool, num_parameters: int) -> None:
         self.model = model
@@ -77,9 +86,13 @@ class Backbone:
         self.is_capturable = model.is_capturable
         self.tells_hidden_states = model.tells_hidden_states
         self.quantization = model.quantization
-        self.weight_bytes = model.weight_bytes
         self.num_parameters = num_parameters
+        self.num_adapters = 0  # that the model has taken
         self.batch_invariant = batch_invariant
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
 
     @torch.inference_mode()
     def forward(
@@ -88,10 +101,11 @@ class Backbone:
         positions: Tensor,  # [num_tokens], int64
         metadata: AttentionMetadata,
         logits_indices: Tensor,  # [num_rows], int64: which tokens' logits are wanted; may be empty
+        spans: Spans = (),  # of tokens with an adapter
     ) -> Tensor:
         """Logits [num_rows, vocab_size], float32. K and V of every token are written as a side effect."""
         with self._attending(metadata):
-            return self.model.compute(input_ids, positions, logits_indices)
+            return self.model.compute(input_ids, positions, logits_indices, spans)
 
     @torch.inference_mode()
     def hidden_states(
@@ -99,11 +113,12 @@ class Backbone:
         input_ids: Tensor,  # [num_tokens], int64
         positions: Tensor,  # [num_tokens], int64
         metadata: AttentionMetadata,
+        spans: Spans = (),
     ) -> Tensor:
         """What the head sees: [num_tokens, hidden_size] in the model's dtype, behind the last norm. K and V of every
         token are written as a side effect; `logits` of some of them equals what `forward` makes of these."""
         with self._attending(metadata):
-            return self.model.hidden_states(input_ids, positions)
+            return self.model.hidden_states(input_ids, positions, spans)
 
     @torch.inference_mode()
     def logits(self, hidden_states: Tensor) -> Tensor:

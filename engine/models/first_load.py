@@ -40,10 +40,11 @@ def first_load(
     kept: Kept | None,
     watch: Stopwatch,
     device: torch.device = HOST,
+    join: bool = True,
 ) -> tuple[Backbone, Kept]:
     """(backbone, what to keep for later starts). kept: what an earlier start found, None: check now, unless
     config.self_check is "never". The tree, and transformers' part in the check, stay on the CPU; what serves is made
-    on `device`, one weight after the other. Raises StartError."""
+    on `device`, one weight after the other. join: see swap_modules. Raises StartError."""
     with watch.phase("modelling_code"):
         hf_config = load_config(weights.hf_config)
         check_config(hf_config, model_class(hf_config))
@@ -59,13 +60,13 @@ def first_load(
             assign_weights(tree, read, dtype)
     if kept is None and config.self_check != "never":
         backbone, kept = _checked(
-            tree, hf_config, backend, max_position, watch, device, _tensors(tree, weights, device)
+            tree, hf_config, backend, max_position, watch, device, _tensors(tree, weights, device), join
         )
     else:
         fuse = kept is not None and kept.recipe is not None
         with watch.phase("pack"):
             tensors = _tensors(tree, weights, device)
-            backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors)
+            backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors, join=join)
         kept = kept or Kept(Verdict(0.0, 0.0, backbone.batch_invariant), max_position, None)
         backbone.batch_invariant &= kept.verdict.batch_invariant
         _log_claim(backbone, backend)
@@ -91,6 +92,7 @@ def _checked(
     watch: Stopwatch,
     device: torch.device,
     tensors: Mapping[str, Tensor] | None,
+    join: bool,
 ) -> tuple[Backbone, Kept]:
     """The fused decoder if this model has a recipe and passes both halves of the check with it, else the tree."""
     with watch.phase("self_check"):
@@ -98,12 +100,12 @@ def _checked(
     try:
         with watch.phase("self_check"):
             recipe = recipe_of(tree)
-        return _passing(tree, hf_config, backend, max_position, expected, recipe, watch, device, tensors)
+        return _passing(tree, hf_config, backend, max_position, expected, recipe, watch, device, tensors, join)
     except NoRecipe as reason:
         logger.info("%s", reason)
     except StartError as reason:
         logger.info("Not fused: %s", reason)
-    return _passing(tree, hf_config, backend, max_position, expected, None, watch, device, tensors)
+    return _passing(tree, hf_config, backend, max_position, expected, None, watch, device, tensors, join)
 
 
 def _passing(
@@ -116,6 +118,7 @@ def _passing(
     watch: Stopwatch,
     device: torch.device,
     tensors: Mapping[str, Tensor] | None,
+    join: bool,
 ) -> tuple[Backbone, Kept]:
     """One way through both halves. expected: transformers' logits on the real weights. Raises StartError."""
     fuse, is_host = recipe is not None, device == HOST
@@ -123,7 +126,7 @@ def _passing(
         in_small = backend if is_host else NativeAttention()
         verdict = self_check.check_in_small(hf_config, in_small, fuse=fuse, stepwise=not is_host)
     with watch.phase("pack"):
-        backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors)
+        backbone = prepare(tree, backend, max_position, fuse=fuse, device=device, tensors=tensors, join=join)
     verdict = replace(verdict, batch_invariant=verdict.batch_invariant and backbone.batch_invariant)
     backbone.batch_invariant = verdict.batch_invariant
     with watch.phase("self_check"):

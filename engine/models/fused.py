@@ -7,7 +7,7 @@ weights to model without importing modelling code. Whatever else a model does, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch.nn import functional
 from engine import device_ops, ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.device import HOST
+from engine.models.deltas import LowRank, Site, Spans
 from engine.models.fused_experts import Experts, ExpertTensors
-from engine.models.fused_parts import Frequencies, Norm, Weights, order_of_halves, rotate
+from engine.models.fused_parts import Frequencies, Linear, Norm, Weights, order_of_halves, rotate
 from engine.models.fused_recipe import OUTPUT, PARALLEL_NORM, FusedRecipe
 from engine.models.native_decoder import DecoderShape, LayerTensors, NativeDecoder
 from engine.models.quantiser import Quantiser
@@ -36,9 +37,9 @@ class _Mlp:
         self.first = weights.linear(*(f"{path}.{name}" for name in names.first), gate=gate)
         self.down = weights.linear(f"{path}.{names.down}", out_dtype=torch.float32)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        inner = self.first(x)
-        return self.down(inner if self._activation is None else ops.activation(inner, self._activation))
+    def __call__(self, x: Tensor, spans: Spans) -> Tensor:
+        inner = self.first(x, spans)
+        return self.down(inner if self._activation is None else ops.activation(inner, self._activation), spans)
 
 
 class _Layer:
@@ -65,15 +66,20 @@ class _Layer:
         num_query, num_kv, head_dim = recipe.num_query_heads, recipe.num_kv_heads, recipe.head_dim
         rope = None if self.rope is None else recipe.ropes[self.rope]
         rotary_dim = 2 * len(rope.inv_freq) if rope is not None and rope.is_interleaved else 0
-        order = None
+        self._order = order = None
         if rotary_dim:
             turned = order_of_halves(num_query + num_kv, head_dim, rotary_dim)
-            order = torch.cat([turned, torch.arange(len(turned), (num_query + 2 * num_kv) * head_dim)])
+            self._order = order = torch.cat([turned, torch.arange(len(turned), (num_query + 2 * num_kv) * head_dim)])
         self._qkv = weights.linear(*(f"{path}.{name}" for name in recipe.qkv), order=order)
         self._query_norm = self._key_norm = None
         if recipe.has_qk_norms:
             self._query_norm = weights.head_norm(f"{path}.self_attn.q_norm", head_dim, rotary_dim)
             self._key_norm = weights.head_norm(f"{path}.self_attn.k_norm", head_dim, rotary_dim)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that adapters may change."""
+        mlp = () if isinstance(self._mlp, Experts) else (self._mlp.first, self._mlp.down)
+        return (self._qkv, self._output, *mlp)
 
     @property
     def intermediate_size(self) -> int:
@@ -103,8 +109,28 @@ class _Layer:
             ]
         )
 
-    def attend(self, x: Tensor, rotation: Rotation | None, backend: AttentionBackend) -> Tensor:
-        query, key, value = self._heads(x)
+    def sites(self, path: str) -> list[Site]:
+        """Where adapters may change the layer `path`; a mixture's experts are left out."""
+        recipe = self._recipe
+        heads = [num * recipe.head_dim for num in (recipe.num_query_heads, recipe.num_kv_heads, recipe.num_kv_heads)]
+        rows = tuple(heads) if len(recipe.qkv) == len(heads) else (sum(heads),)
+        sites = [
+            _site(path, recipe.qkv, rows, self._qkv, self._order),
+            _site(path, (OUTPUT,), (self._output.out_features,), self._output),
+        ]
+        if isinstance(self._mlp, Experts):
+            return sites
+        first, down, names = self._mlp.first, self._mlp.down, recipe.mlp
+        num_rows = (2 if names.is_gated else 1) * first.out_features
+        rows = (num_rows // len(names.first),) * len(names.first)
+        return [
+            *sites,
+            _site(path, names.first, rows, first),
+            _site(path, (names.down,), (down.out_features,), down),
+        ]
+
+    def attend(self, x: Tensor, rotation: Rotation | None, backend: AttentionBackend, spans: Spans) -> Tensor:
+        query, key, value = self._heads(x, spans)
         query, key = _normed(self._query_norm, query), _normed(self._key_norm, key)
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
@@ -112,7 +138,7 @@ class _Layer:
         output = backend.forward(
             query, key, value, self.layer, scale=scale, window=spec.window, softcap=spec.softcap
         )  # fmt: skip
-        return self._added(self._output(output.view(x.shape[0], -1)), self._attention_norm)
+        return self._added(self._output(output.view(x.shape[0], -1), spans), self._attention_norm)
 
     def attend_in_place(
         self, x: Tensor, tables: device_ops.RotaryTables | None, positions: Tensor, backend: AttentionBackend
@@ -132,10 +158,10 @@ class _Layer:
         )  # fmt: skip
         return self._added(self._output(output.view(x.shape[0], -1)), self._attention_norm)
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, spans: Spans = ()) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [num_tokens, heads, head_dim], of one product."""
         num_query, num_kv = self._recipe.num_query_heads, self._recipe.num_kv_heads
-        heads = self._qkv(x).view(-1, num_query + 2 * num_kv, self._recipe.head_dim)
+        heads = self._qkv(x, spans).view(-1, num_query + 2 * num_kv, self._recipe.head_dim)
         return heads[:, :num_query], heads[:, num_query : num_query + num_kv], heads[:, num_query + num_kv :]
 
     @property
@@ -147,14 +173,24 @@ class _Layer:
         is_per_head = query.weight.shape == key.weight.shape == (self._recipe.head_dim,)
         return device_ops.HeadNorms(query.weight, key.weight, query.eps, query.variant) if is_per_head else None
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        return self._added(self._mlp(x), self._mlp_norm)
+    def feed_forward(self, x: Tensor, spans: Spans) -> Tensor:
+        result = self._mlp(x) if isinstance(self._mlp, Experts) else self._mlp(x, spans)
+        return self._added(result, self._mlp_norm)
 
     def _added(self, result: Tensor, norm: Norm | None) -> Tensor:
         """What a half adds to the residual stream, float32."""
         result = result if norm is None else norm(result)
         scale = self._recipe.residual_scale
         return result if scale is None else result.mul_(scale)
+
+
+def _site(path: str, names: Sequence[str], rows: tuple[int, ...], linear: Linear, order: Tensor | None = None) -> Site:
+    """order: of the weight's rows, if they are not in that of the layers."""
+
+    def adapt(adapter: int, low_rank: LowRank) -> None:
+        linear.adapt(adapter, low_rank if order is None else low_rank.with_rows(order))
+
+    return Site(tuple(f"{path}.{name}" for name in names), rows, linear.in_features, adapt)
 
 
 def _normed(norm: Norm | None, heads: Tensor) -> Tensor:
@@ -221,7 +257,7 @@ class FusedModel:
         ]
         self._head = weights.head()
         self._embedding = weights.embedding(self._head)
-        self.weight_bytes = weights.num_bytes
+        self._weight_bytes = weights.num_bytes
         self.quantization = "+".join(sorted(weights.kinds)) if any("int" in kind for kind in weights.kinds) else "none"
         self._ropes = [RopeTable(Frequencies(rope), (), self.dtype, max_positions, device) for rope in recipe.ropes]
         is_native = backend.name == "native" and recipe.experts is None and device.type == "cpu" and not stepwise
@@ -252,22 +288,36 @@ class FusedModel:
         layers = [block.tensors() for block in self._blocks]
         return NativeDecoder(shape, self._embedding, self._final_norm.weight, self._head.packed, layers)
 
+    @property
+    def weight_bytes(self) -> int:
+        linears = (linear for block in self._blocks for linear in block.linears())
+        return self._weight_bytes + sum(0 if each.deltas is None else each.deltas.num_bytes for each in linears)
+
+    def adapter_sites(self) -> list[Site]:
+        """See Computation.adapter_sites."""
+        return [site for index, block in enumerate(self._blocks) for site in block.sites(f"model.layers.{index}")]
+
+    def check_adapters(self) -> None:
+        """See Computation.check_adapters: every site is a product over all tokens."""
+
     def cover(self, num_positions: int) -> None:
         """Before a forward: rotary rows for positions [0, num_positions)."""
         for rope in self._ropes:
             rope.cover(num_positions)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """See Computation.step_bytes. Op by op torch's allocator decides: the logits alone."""
+        """See Computation.step_bytes. Op by op torch's allocator decides: the logits alone, and beside the decoder the
+        largest of what steps with adapters want."""
         if self.decoder is not None:
-            return self.decoder.step_bytes(num_tokens, num_rows)
+            widest = max((each.adapted_bytes for block in self._blocks for each in block.linears()), default=0)
+            return self.decoder.step_bytes(num_tokens, num_rows) + num_tokens * widest
         return num_rows * self.vocab_size * torch.float32.itemsize
 
-    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, spans: Spans = ()) -> Tensor:
         """See Backbone.forward."""
-        if self.decoder is not None:
+        if self.decoder is not None and not spans:
             return self.decoder.forward(input_ids, positions, logits_indices, self.layers, self._ropes)
-        return self.logits(self.hidden_states(input_ids, positions)[logits_indices])
+        return self.logits(self.hidden_states(input_ids, positions, spans)[logits_indices])
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """See Backbone.logits."""
@@ -277,14 +327,14 @@ class FusedModel:
             ops.shape_logits(logits, 1.0 if scale is None else scale, softcap or 0.0)
         return logits
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """See Backbone.hidden_states."""
-        if self.decoder is not None:
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, spans: Spans = ()) -> Tensor:
+        """See Backbone.hidden_states. Adapters are added op by op."""
+        if self.decoder is not None and not spans:
             return self.decoder.forward(input_ids, positions, None, self.layers, self._ropes)
         residual = self._embed(input_ids)
         if self._recipe.embedding_scale is not None:
             residual *= self._recipe.embedding_scale
-        attend = self._attention(positions)
+        attend = self._attention(positions, spans)
         is_parallel = self._recipe.places == PARALLEL_NORM
         first = self._blocks[0].input_norm
         x = residual.to(self.dtype, copy=True) if first is None else first(residual)
@@ -292,10 +342,10 @@ class FusedModel:
         for block, next_norm in zip(self._blocks, next_norms, strict=True):
             after_attention = _next(block.middle_norm, attend(block, x), residual, self.dtype)
             x = x if is_parallel else after_attention
-            x = _next(next_norm, block.feed_forward(x), residual, self.dtype)
+            x = _next(next_norm, block.feed_forward(x, spans), residual, self.dtype)
         return x
 
-    def _attention(self, positions: Tensor) -> Callable[[_Layer, Tensor], Tensor]:
+    def _attention(self, positions: Tensor, spans: Spans) -> Callable[[_Layer, Tensor], Tensor]:
         """What a layer's attention adds, for tokens at these positions."""
         if self.writes_in_place:
             tables = [device_ops.RotaryTables(*rope.rows()) for rope in self._ropes]
@@ -306,7 +356,9 @@ class FusedModel:
         for rope in self._ropes:
             cos, sin = rope(self._final_norm.weight, positions)
             rotations.append((cos.unsqueeze(1), sin.unsqueeze(1)))  # [num_tokens, 1, head_dim]
-        return lambda block, x: block.attend(x, None if block.rope is None else rotations[block.rope], self._backend)
+        return lambda block, x: block.attend(
+            x, None if block.rope is None else rotations[block.rope], self._backend, spans
+        )
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size], float32."""

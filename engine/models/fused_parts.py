@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine import ops
 from engine.config import StartError
+from engine.models.deltas import PANEL, Deltas, LowRank, Spans, panel_order
 from engine.models.fused_recipe import EMBEDDING, HEAD, FusedRecipe, NormRecipe, RopeRecipe
 from engine.models.quantised import QuantisedWeight, join
 from engine.models.quantiser import Quantiser
@@ -63,7 +65,10 @@ class Norm:
 class Linear:
     """PackedLinear without a module's overhead: x [num_tokens, in_features].
 
-    gate: weight's rows are a gate's and then another half's; the result is activation(gate) * half."""
+    gate: weight's rows are a gate's and then another half's; the result is activation(gate) * half. deltas: what
+    adapters add."""
+
+    deltas: Deltas | None = None
 
     def __init__(
         self,
@@ -83,9 +88,38 @@ class Linear:
         else:
             self.packed = ops.pack_linear(weight, gated=gate is not None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, spans: Spans = ()) -> Tensor:
+        if spans and self.deltas is not None and self.deltas.change(spans):
+            return self._adapted(x, self.deltas, spans)
         multiply = ops.linear_quant if self.is_quantised else ops.linear
         return multiply(x, self.packed, self.bias, self.out_features, out_dtype=self._out_dtype, activation=self._gate)
+
+    def adapt(self, adapter: int, low_rank: LowRank) -> None:
+        """low_rank: of all rows of the weight, in its dtype or the one it was quantised from."""
+        if self.deltas is None:
+            self.deltas = Deltas()
+            self._all_rows, self._all_bias = self.out_features, self.bias
+            if self._gate is not None:
+                self._order = panel_order(self.out_features)
+                self._all_rows = len(self._order)
+                self._all_bias = None if self.bias is None else functional.pad(self.bias, (0, 1))[self._order]
+        self.deltas.put(adapter, low_rank if self._gate is None else low_rank.with_rows(self._order))
+
+    @property
+    def adapted_bytes(self) -> int:
+        """Of a product and the sum with an adapter's part, per token; 0 if no adapter adds to it."""
+        return 0 if self.deltas is None else 3 * self._all_rows * torch.float32.itemsize
+
+    def _adapted(self, x: Tensor, deltas: Deltas, spans: Spans) -> Tensor:
+        """The gate waits for the sum: a gated weight multiplied without its gate gives the halves panel by panel. Rows
+        without an adapter keep the bits that they have without all this."""
+        multiply = ops.linear_quant if self.is_quantised else ops.linear
+        y = multiply(x, self.packed, self._all_bias, self._all_rows, out_dtype=torch.float32)
+        y = deltas.added(x, y, spans).to(self._out_dtype or x.dtype)
+        if self._gate is None:
+            return y
+        halves = ops.ACTIVATE_AND_MULTIPLY[self._gate](y.view(-1, PANEL)).view(len(x), -1)
+        return halves[:, : self.out_features]
 
     @property
     def num_bytes(self) -> int:

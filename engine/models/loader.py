@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.attention.base import AttentionBackend
-from engine.config import DeviceConfig, ModelConfig, StartError
+from engine.config import DeviceConfig, LoraConfig, ModelConfig, StartError
 from engine.device import CPU, Device
 from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
@@ -31,6 +31,8 @@ from engine.models.weights import GgufWeights, Weights, open_weights
 from engine.outputs import SamplingDefaults
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_files import open_tokenizer
+
+NO_ADAPTERS = LoraConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,12 @@ def load_model(
     settings: DeviceConfig,
     *,
     backend: AttentionBackend,
+    lora: LoraConfig = NO_ADAPTERS,
     device: Device = CPU,
     watch: Stopwatch | None = None,
 ) -> LoadedModel:
-    """Load `config.model` onto `device`. The ISA level and the thread count are set before; `settings` are for the
-    record. watch: takes the time of each phase.
+    """Load `config.model` and the adapters of `lora` onto `device`. The ISA level and the thread count are set before;
+    `settings` are for the record. watch: takes the time of each phase.
 
     Raises StartError with one sentence for whatever is missing, unreadable or refused."""
     watch = watch or Stopwatch()
@@ -72,7 +75,12 @@ def load_model(
         raise StartError(
             f"--quantization {config.quantization} is not served on a CUDA device: leave it out, or use --device cpu."
         )
-    backbone, max_position = _load_backbone(config, weights, dtype, backend, watch, device)
+    if device.is_cuda and lora.adapters:
+        raise StartError("LoRA adapters are not served on a CUDA device: leave them out, or use --device cpu.")
+    backbone, max_position = _load_backbone(config, weights, dtype, backend, watch, device, join=not lora.adapters)
+    if lora.adapters:
+        with watch.phase("adapters"):
+            importlib.import_module("engine.models.lora").add_adapters(backbone, lora.adapters)
     with watch.phase("tokenizer"):
         tokenizer = open_tokenizer(
             source,
@@ -111,8 +119,10 @@ def _load_backbone(
     backend: AttentionBackend,
     watch: Stopwatch,
     device: Device,
+    *,
+    join: bool,
 ) -> tuple[Backbone, int]:
-    """(backbone, longest sequence in tokens)."""
+    """(backbone, longest sequence in tokens). join: see swap_modules."""
     store = VerdictStore(config.cache_dir, weights.content_hash, dtype, backend.name, device)
     kept = store.load() if config.self_check == "auto" else None
     if kept is not None and kept.recipe is not None and kept.recipe.fits(weights.shapes):
@@ -129,7 +139,7 @@ def _load_backbone(
     _check_room(weights.num_parameters * dtype.itemsize, device, why)
     with watch.phase("modelling_code"):
         first = importlib.import_module("engine.models.first_load")
-    backbone, found = first.first_load(config, weights, dtype, backend, kept, watch, device.torch_device)
+    backbone, found = first.first_load(config, weights, dtype, backend, kept, watch, device.torch_device, join)
     if kept is None and config.self_check != "never":
         store.save(found)
     _check_quantised(config, backbone)

@@ -58,9 +58,11 @@ def prepare(
     device: torch.device = HOST,
     stepwise: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
+    join: bool = True,
 ) -> Backbone:
     """Packs the weights of a tree on the CPU, for `device`. Unfused, the tree itself becomes the model; fused, it is
     left as it was, and `tensors` are its numbers (None: its parameters). stepwise: see FusedModel.
+    join: see swap_modules.
 
     Raises NoRecipe or StartError."""
     has_claim = backend.name in BACKENDS_WITH_CLAIM
@@ -71,7 +73,7 @@ def prepare(
         check_heads(model.layers, device)
         return Backbone(model, batch_invariant=has_claim, num_parameters=num_parameters)
     dtype = tree.get_input_embeddings().weight.dtype
-    report = swap_modules(tree, dtype, max_positions, device)
+    report = swap_modules(tree, dtype, max_positions, device, join=join)
     if report.left:
         logger.info("%d modules compute with torch's own operations, such as %s", len(report.left), report.left[0])
     unfused = TreeModel(tree, backend)

@@ -50,15 +50,19 @@ class SwapReport:
         return not self.left
 
 
-def swap_modules(tree: Any, dtype: torch.dtype, max_positions: int, device: torch.device = HOST) -> SwapReport:
+def swap_modules(
+    tree: Any, dtype: torch.dtype, max_positions: int, device: torch.device = HOST, *, join: bool = True
+) -> SwapReport:
     """Swap in place. dtype: of the weights; max_positions: of the rotary tables, in tokens. device: of the weights
     afterwards; before, the tree is on the CPU, and one weight after the other leaves it.
 
+    join: gates and what they let through become one layer, else every layer stays under its name.
     Original weights are released one by one; a tied LM head gets a packed copy beside the embedding table."""
     report = SwapReport()
     with torch.inference_mode():
         _swap_ropes(tree, dtype, max_positions, report)
-        _swap_mlps(tree, report, device)
+        if join:
+            _swap_mlps(tree, report, device)
         _swap_linears(tree, report, device)
         _swap_norms(tree, report)
         _swap_activations(tree, dtype, report)

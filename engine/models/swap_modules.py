@@ -6,8 +6,6 @@ order that depends on that row alone, which is what makes a whole tree batch-inv
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -73,23 +71,16 @@ class FusedActivation(nn.Module):
         return self.kind
 
 
-ACTIVATE_AND_MULTIPLY: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
-    "silu": ops.silu_and_mul,
-    "gelu": ops.gelu_and_mul,
-    "gelu_tanh": ops.gelu_tanh_and_mul,
-}
-
-
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with gate and up in one product."""
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear, kind: ActivationKind) -> None:
-        """gate_up: gate's rows first, then up's. kind: a key of ACTIVATE_AND_MULTIPLY."""
+        """gate_up: gate's rows first, then up's. kind: a key of ops.ACTIVATE_AND_MULTIPLY."""
         super().__init__()
         self.gate_up = gate_up
         self.down = down
         self.kind = kind
-        self._activate = ACTIVATE_AND_MULTIPLY[kind]
+        self._activate = ops.ACTIVATE_AND_MULTIPLY[kind]
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

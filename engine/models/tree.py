@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.config import StartError
+from engine.models.adapted_tree import AdaptedLinear, CurrentForward, adapter_sites
 from engine.models.allow import check_tree, expected_lookback, expected_softcap, one_line
 from engine.models.attention_hook import CallRecorder, PagedCalls, RecordedCall
+from engine.models.deltas import Site, Spans
 from engine.models.rope_table import RopeTable
 
 DRY_RUN_TOKENS = 3
@@ -42,7 +44,30 @@ class TreeModel:
         self.tells_hidden_states = self._body is not None
         self._tables = tuple(module for module in tree.modules() if isinstance(module, RopeTable))
         self._calls, self.layers = _attach(tree, backend)
-        self.weight_bytes = sum(part.nbytes for part in (*tree.parameters(), *tree.buffers()))
+        self._current = CurrentForward()
+
+    @property
+    def weight_bytes(self) -> int:
+        own: int = sum(part.nbytes for part in (*self.tree.parameters(), *self.tree.buffers()))
+        return own + sum(each.deltas.num_bytes for each in self.tree.modules() if isinstance(each, AdaptedLinear))
+
+    def adapter_sites(self) -> list[Site]:
+        """See Computation.adapter_sites."""
+        return adapter_sites(self.tree, self._current)
+
+    def check_adapters(self) -> None:
+        """See Computation.check_adapters: a layer that one changes must see all tokens."""
+        attached = {
+            module: module.__dict__["paged_layer"]
+            for module in self.tree.modules()
+            if "paged_layer" in module.__dict__
+        }
+        self._current.num_tokens = DRY_RUN_TOKENS
+        try:
+            record_calls(self.tree)
+        finally:
+            for module, calls in attached.items():
+                module.paged_layer = calls
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: rotary rows for positions [0, num_positions)."""
@@ -53,10 +78,9 @@ class TreeModel:
         """See Computation.step_bytes. What happens between the modules is not known: the logits alone."""
         return num_rows * self.vocab_size * torch.float32.itemsize
 
-    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
+    def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, spans: Spans = ()) -> Tensor:
         """See Backbone.forward."""
-        for calls in self._calls:
-            calls.restart()
+        self._begin(input_ids, spans)
         options: dict[str, Any] = {"logits_to_keep": logits_indices} if self._keeps_logits else {}
         output = self.tree(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **options
@@ -66,13 +90,17 @@ class TreeModel:
             logits = logits[logits_indices]
         return logits.float()
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, spans: Spans = ()) -> Tensor:
         """See Backbone.hidden_states."""
-        for calls in self._calls:
-            calls.restart()
+        self._begin(input_ids, spans)
         assert self._body is not None
         output = self._body(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         return cast(Tensor, output[0])[0]
+
+    def _begin(self, input_ids: Tensor, spans: Spans) -> None:
+        self._current.num_tokens, self._current.spans = len(input_ids), spans
+        for calls in self._calls:
+            calls.restart()
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """See Backbone.logits. The tree's own forward, for what it does around its head (scales, caps)."""

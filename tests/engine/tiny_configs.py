@@ -156,7 +156,12 @@ def plain_tree(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def paged_backbone(
-    name: str, backend: AttentionBackend, way: Way = "swapped", dtype: torch.dtype = torch.float32
+    name: str,
+    backend: AttentionBackend,
+    way: Way = "swapped",
+    dtype: torch.dtype = torch.float32,
+    *,
+    join: bool = True,
 ) -> Backbone:
     """The same weights over our attention: in transformers' modules, in those with ours swapped in, or fused."""
     attention_hook.register()
@@ -166,7 +171,7 @@ def paged_backbone(
     build.assign_weights(tree, plain_tree(name, dtype).state_dict().items(), dtype)
     if way == "plain":
         return Backbone(TreeModel(tree, backend), batch_invariant=False, num_parameters=0)
-    return prepare(tree, backend, 1024, fuse=way == "fused")
+    return prepare(tree, backend, 1024, fuse=way == "fused", join=join)
 
 
 def tokens(count: int, seed: int = 1, vocab_size: int = VOCAB_SIZE) -> list[int]:

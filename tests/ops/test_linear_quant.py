@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from engine import ops
 from engine.models.quantised import QuantisedWeight
-from engine.models.swap_modules import ACTIVATE_AND_MULTIPLY
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMATS = [(8, False), (8, True), (4, False), (4, True)]
@@ -234,7 +233,7 @@ def test_a_gate_gives_the_bits_of_two_ops(
     gated = ops.pack_linear_quant(weight.values, weight.scales, weight.minimums, weight.bits, gated=True)
     for b in (None, bias):
         both = ops.linear_quant(x, weight.packed(), b, 2 * n)
-        expected = ACTIVATE_AND_MULTIPLY[activation](both)
+        expected = ops.ACTIVATE_AND_MULTIPLY[activation](both)
         assert torch.equal(ops.linear_quant(x, gated, b, n, activation=activation), expected)
 
 

@@ -1,0 +1,142 @@
+"""A model with adapters computes what the model with B A merged into its weights computes, on every way that models
+take, and no row knows of its neighbours' adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.native import NativeAttention
+from engine.config import Quantization
+from engine.models.backbone import Backbone
+from engine.models.deltas import LowRank, joined
+from engine.models.lora import LayerShape, add_adapters
+from tests.engine.adapters import AdaptedRun, merge, shapes_of, write_adapter
+from tests.engine.recipes import RECIPES, backbones, draw_tensors
+from tests.engine.tiny_configs import Way, paged_backbone, plain_logits, plain_tree, relative, tokens
+
+FUSED = ("llama", "llama_tied", "qwen2", "gemma2", "phi3", "glm4", "cohere", "starcoder2", "stablelm", "qwen3_moe")
+SWAPPED = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "gpt_neox", "cohere", "llama4")
+CHUNK = 7
+LENGTHS = (24, 1, 17, 30, 8, 19)
+ADAPTERS = (0, 1, 2, 1, 0, 2)  # of as many sequences
+
+
+def in_chunks(backbone: Backbone, prompts: Sequence[list[int]], adapters: Sequence[int]) -> list[Tensor]:
+    """All sequences side by side, a chunk of each per step; logits [num_tokens, vocab] of each."""
+    run = AdaptedRun(backbone, dict(enumerate(adapters)))
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), CHUNK):
+        pieces = [(i, p[start : start + CHUNK]) for i, p in enumerate(prompts) if start < len(p)]
+        for (index, _), logits in zip(pieces, run.step(pieces), strict=True):
+            parts[index].append(logits)
+    run.close()
+    return [torch.cat(each) for each in parts]
+
+
+def some(shapes: dict[str, LayerShape]) -> dict[str, LayerShape]:
+    """Every other kind of layer."""
+    names = sorted({path.rpartition(".")[2] for path in shapes})
+    return {path: shape for path, shape in shapes.items() if path.rpartition(".")[2] in names[::2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "fused") for name in FUSED), *((name, "swapped") for name in SWAPPED)]
+)
+def test_equals_the_merged_model(name: str, way: Way, tmp_path: Path) -> None:
+    backbone = paged_backbone(name, NativeAttention(), way, join=False)
+    shapes = shapes_of(backbone)
+    prompts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    base = in_chunks(backbone, prompts, [0] * len(prompts))
+    num_bytes = backbone.weight_bytes
+    adapters = [
+        write_adapter(tmp_path / "all", shapes, seed=1),
+        write_adapter(tmp_path / "some", some(shapes), seed=2, rank=3, alpha=5.0, dtype=torch.bfloat16),
+    ]
+    add_adapters(backbone, adapters)
+    assert backbone.weight_bytes >= num_bytes + 4 * sum(4 * (s.in_features + s.out_features) for s in shapes.values())
+    got = in_chunks(backbone, prompts, ADAPTERS)
+    for place, ids in enumerate(prompts):
+        tree = plain_tree(name)
+        if ADAPTERS[place]:
+            merge(tree, adapters[ADAPTERS[place] - 1])
+        expected = plain_logits(tree, ids)
+        assert relative(got[place], expected) < 2e-5
+        if ADAPTERS[place]:
+            assert relative(got[place], base[place]) > 0.05, "the adapter is felt"
+        else:
+            assert torch.equal(got[place], base[place])
+        alone = in_chunks(backbone, [ids], [ADAPTERS[place]])[0]
+        if backbone.batch_invariant:
+            assert torch.equal(got[place], alone)
+
+
+def draw_low_ranks(backbone: Backbone, dtype: torch.dtype) -> dict[int, dict[str, LowRank]]:
+    """Of two adapters, the second without the first layer of each product."""
+    generator = torch.Generator().manual_seed(9)
+    drawn: dict[int, dict[str, LowRank]] = {}
+    for adapter in (1, 2):
+        for site in backbone.model.adapter_sites():
+            names = site.paths[adapter == 2 and len(site.paths) > 1 :]
+            for path, rows in zip(site.paths, site.rows, strict=True):
+                if path in names:
+                    a = torch.randn(3 + adapter, site.in_features, generator=generator) / site.in_features**0.5
+                    b = torch.randn(rows, 3 + adapter, generator=generator) * 0.4
+                    drawn.setdefault(adapter, {})[path] = LowRank(a.to(dtype), b.to(dtype))
+    return drawn
+
+
+def put(backbone: Backbone, drawn: dict[int, dict[str, LowRank]]) -> None:
+    for adapter, parts in drawn.items():
+        for site in backbone.model.adapter_sites():
+            own = [parts.get(path) for path in site.paths]
+            if any(part is not None for part in own):
+                site.adapt(adapter, joined(site, own))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_rows_keep_their_bits_beside_all_others(name: str, dtype: torch.dtype, quantization: Quantization) -> None:
+    tensors = draw_tensors(RECIPES[name], dtype, biases=True, wide_norms=name == "norms_behind")
+    native, stepwise = backbones(RECIPES[name], tensors, quantization)
+    prompts = [tokens(length, seed, RECIPES[name].vocab_size) for seed, length in enumerate(LENGTHS)]
+    base = in_chunks(native, prompts, [0] * len(prompts))
+    drawn = draw_low_ranks(native, dtype)
+    for backbone in (native, stepwise):
+        put(backbone, drawn)
+    mixed = in_chunks(native, prompts, ADAPTERS)
+    again = in_chunks(stepwise, prompts, ADAPTERS)
+    for place, ids in enumerate(prompts):
+        assert torch.equal(mixed[place], again[place])
+        if ADAPTERS[place]:
+            assert torch.equal(mixed[place], in_chunks(native, [ids], [ADAPTERS[place]])[0])
+            assert relative(mixed[place], base[place]) > 0.02, "the adapter is felt"
+        else:
+            assert torch.equal(mixed[place], base[place])
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_decoder_with_adapters_is_one_with_other_weights(name: str) -> None:
+    tensors = draw_tensors(RECIPES[name], torch.float32, biases=True, wide_norms=name == "norms_behind")
+    backbone, _ = backbones(RECIPES[name], tensors)
+    drawn = draw_low_ranks(backbone, torch.float32)
+    put(backbone, drawn)
+    prompts = [tokens(length, seed, RECIPES[name].vocab_size) for seed, length in enumerate(LENGTHS)]
+    got = in_chunks(backbone, prompts, ADAPTERS)
+    for adapter, parts in drawn.items():
+        merged = {
+            key: value + (parts[path].b.double() @ parts[path].a.double()).float()
+            if (path := key.removesuffix(".weight")) in parts
+            else value
+            for key, value in tensors.items()
+        }
+        expected = in_chunks(backbones(RECIPES[name], merged)[0], prompts, [0] * len(prompts))
+        for place in range(len(prompts)):
+            if ADAPTERS[place] == adapter:
+                assert relative(got[place], expected[place]) < 2e-5
