@@ -25,6 +25,7 @@ _MAX_REPEATS = 3  # of * + and {} in a pattern: its time grows as the length of 
 _REFUSED = (  # each changes what is computed, or more than linear layers
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
+    *("kasa_config", "velora_config", "monteclora_config"),
 )
 _HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the model's own weights
 

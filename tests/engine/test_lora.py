@@ -105,6 +105,7 @@ def test_some_layers_alone_may_be_changed(tmp_path: Path) -> None:
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
         ({"r": 0}, "r is 0"),
         ({"r": 2.0}, "r is 2.0"),
