@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 from engine.outputs import Phase
+from server.cli import build_parser
 from server.lifecycle import SPARE_FILES
 from server.metrics import Metrics
-from server.settings import Settings, flag_of
+from server.settings import Settings, flag_of, load
 from tests.deploy import dashboards
 from tests.deploy.tools import ROOT, find_tool, missing_tool
 from tests.server.process import free_port, stub_server
@@ -54,9 +55,9 @@ def test_flags_and_metrics_that_it_names_exist() -> None:
     of_others = {"--target", "--read-only", "--index-url", "--rm", "--no-deps", "--entrypoint", "--homepath"}
     ours = {flag_of(name) for name in Settings.model_fields} | {"--no-status-page", "--config"}
     assert flags - of_others <= ours
-    shown = Metrics().render().decode()
+    shown = Metrics(["a model"]).render().decode()
     for name in re.findall(r"\b[a-z_]+_total\b", prose):
-        assert f"# TYPE pagemill_{name} counter" in shown
+        assert f"# TYPE pagemill_{name.removeprefix('pagemill_')} counter" in shown
 
 
 def test_commands_for_docker_and_clusters_name_files_that_exist() -> None:
@@ -104,9 +105,10 @@ def test_the_service_is_what_systemd_takes_and_what_the_page_installs(tmp_path: 
 def test_the_log_has_the_fields_that_it_tells_of(tmp_path: Path) -> None:
     (text,) = re.findall(r"^## The log$(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
     told = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    with stub_server(tmp_path / "log", "--set", "log_format=json", "--set", "api_key=sk-a") as server:
+    settings = [word for each in ("log_format=json", "api_key=sk-a", "lora_modules=a=x") for word in ("--set", each)]
+    with stub_server(tmp_path / "log", *settings) as server:
         server.wait_for(Phase.READY.value)
-        body = {"prompt": "a secret", "max_tokens": 2}
+        body = {"model": "a", "prompt": "a secret", "max_tokens": 2}
         httpx.post(server.url + "/v1/completions", json=body, headers={"x-api-key": "sk-a"}, trust_env=False)
         server.signal()
         assert server.wait() == 0
@@ -169,3 +171,15 @@ echo SCRAPED"""
     assert keys.count("sha256") == 2
     assert "sk-" not in keys
     assert 'scopes = ["metrics"]' in keys
+
+
+def test_adapters_are_named_as_the_command_line_and_the_file_of_settings_take_them(tmp_path: Path) -> None:
+    (block,) = blocks("LoRA adapters")
+    words = words_of(block)[0]
+    given = vars(build_parser().parse_args(words[1:]))
+    modules = load({"model": given["model"], "lora_modules": given["lora_modules"]}).lora_modules
+    asked = json.loads(words_of(block)[1][-1])
+    assert asked["model"] in [module.name for module in modules]
+    (table,) = re.findall(r"^```toml\n(\[lora_modules\].*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "settings.toml").write_text(table)
+    assert load({}, tmp_path / "settings.toml").lora_modules == modules
