@@ -6,21 +6,25 @@
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-// 2^x for x <= 0: NaN for NaN, exactly 0 below -125. The polynomial of degree 5 is our own fit to 2^f on [-1/2, 1/2]
-// (relative error 9e-8). After the rounding trick the low bits of `shifted` hold the integer part.
+// 2^x for x <= 0: NaN for NaN, 0 for -inf. The polynomial of degree 5 is our own fit to 2^f on [-1/2, 1/2] (relative
+// error 9e-8). Elsewhere than with AVX-512 exactly 0 below -125; the low bits of `shifted` hold the integer part there.
 inline Vec exp2_nonpositive(Vec x) {
+#if defined(__AVX512F__)
+  const Vec whole = _mm512_roundscale_ps(x, 0);
+#else
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
-  const Vec shifted = x + magic;
-  const Vec f = x - (shifted - magic);
+  const Vec shifted = x + magic, whole = shifted - magic;
+#endif
+  const Vec f = x - whole;
   Vec p = fused(splat(0x1.5bba14p-10f), f, splat(0x1.3cea88p-7f));
   p = fused(p, f, splat(0x1.c6b752p-5f));
   p = fused(p, f, splat(0x1.ebf9bcp-3f));
   p = fused(p, f, splat(0x1.62e42ap-1f));
   p = fused(p, f, splat(1.0f));
-  const Vec scaled = (Vec)((IntVec)p + ((IntVec)shifted << 23));
 #if defined(__AVX512F__)
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(-125.0f), _CMP_NLT_UQ), scaled);
+  return _mm512_scalef_ps(p, whole);  // 0 for -inf, though f and p are NaN then (Intel SDM, table of VSCALEFPS)
 #else
+  const Vec scaled = (Vec)((IntVec)p + ((IntVec)shifted << 23));
   return (Vec)((IntVec)scaled & ~(IntVec)(x < splat(-125.0f)));
 #endif
 }

@@ -16,16 +16,19 @@
 namespace pagemill::PAGEMILL_LEVEL {
 namespace {
 
-// Register budget: so many rows by kMaxSpan groups of 16 columns. A pair of bf16 that is split takes two dependent
-// multiply-adds per accumulator, so it needs more of those in flight.
+// Register budget: so many rows by a span of groups of 16 columns. Up to kNarrowRows rows take kMaxSpan at a time, so that
+// enough sums are in flight; more take half of them: a row's entry that is loaded once serves the whole span, and twelve
+// rows by two groups load 14 times for 24 multiplications, six by four 28 times.
+// kHeld: vectors of columns that registers hold at a time, for all rows to pass over.
+// A pair of bf16 that is split takes two dependent multiply-adds per accumulator, so it needs more of those in flight.
 #if defined(__AVX512F__)
-constexpr int64_t kFloatRows = 6, kPairRows = 6, kMaxSpan = 4;
+constexpr int64_t kFloatRows = 12, kPairRows = 12, kNarrowRows = 6, kMaxSpan = 4, kHeld = 4;
 #elif defined(__AVX2__)
-constexpr int64_t kFloatRows = 4, kPairRows = 6, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 4, kPairRows = 6, kNarrowRows = 6, kMaxSpan = 1, kHeld = 2;
 #elif defined(__aarch64__)
-constexpr int64_t kFloatRows = 4, kPairRows = 4, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 4, kPairRows = 4, kNarrowRows = 4, kMaxSpan = 1, kHeld = 4;
 #else
-constexpr int64_t kFloatRows = 2, kPairRows = 2, kMaxSpan = 1;
+constexpr int64_t kFloatRows = 2, kPairRows = 2, kNarrowRows = 2, kMaxSpan = 1, kHeld = 1;
 #endif
 
 constexpr int64_t kVecsPerGroup = 16 / kLanes;
@@ -42,7 +45,9 @@ struct F32 {
     Vec value;
   };
   static Column column(IntVec words) { return {(Vec)words}; }
-  static Vec step(Vec sum, const float* row, Column c) { return fused(splat(row[0]), c.value, sum); }
+  using Entry = Vec;
+  static Entry entry(const float* row) { return splat(row[0]); }
+  static Vec step(Vec sum, Entry e, Column c) { return fused(e, c.value, sum); }
 };
 
 struct Split {
@@ -54,9 +59,11 @@ struct Split {
     Vec even, odd;
   };
   static Column column(IntVec words) { return {(Vec)(words << 16), (Vec)(words & (int32_t)0xffff0000)}; }
-  static Vec step(Vec sum, const float* row, Column c) {
-    return fused(splat(row[1]), c.odd, fused(splat(row[0]), c.even, sum));
-  }
+  struct Entry {
+    Vec even, odd;
+  };
+  static Entry entry(const float* row) { return {splat(row[0]), splat(row[1])}; }
+  static Vec step(Vec sum, Entry e, Column c) { return fused(e.odd, c.odd, fused(e.even, c.even, sum)); }
 };
 
 #if defined(PAGEMILL_BF16_DOT)
@@ -69,11 +76,13 @@ struct Dot {
     IntVec pairs;
   };
   static Column column(IntVec words) { return {words}; }
-  static Vec step(Vec sum, const float* row, Column c) {
+  using Entry = IntVec;
+  static Entry entry(const float* row) {
     int32_t pair;
     __builtin_memcpy(&pair, row, sizeof pair);
-    return dot_pairs(sum, IntVec{} + pair, c.pairs);
+    return IntVec{} + pair;
   }
+  static Vec step(Vec sum, Entry e, Column c) { return dot_pairs(sum, e, c.pairs); }
 };
 #endif
 
@@ -81,27 +90,72 @@ struct Dot {
 // 14 GB/s instead of 9), and the loads' way from there is hidden behind arithmetic.
 inline void prefetch(const int32_t* address) { __builtin_prefetch(address, 0, 2); }
 
-// scores[r][s * 16 + key] for R rows and S tiles; `next` are the tiles to fetch meanwhile.
+// One step of R rows by S groups of 16 columns; a row's entry lies row_stride words behind the one before.
 template <typename T, int R, int S>
-inline void score_tiles(const float* query, int64_t query_stride, const int32_t* const* tiles,
-                        const int32_t* const* next, int64_t steps, float* scores) {
-  Vec sum[R][S * kVecsPerGroup] = {};
-  for (int64_t step = 0; step < steps; ++step) {
+PAGEMILL_INLINE void multiply(const float* entries, int64_t row_stride, const int32_t* const (&columns)[S],
+                              Vec (&sum)[R][S * kVecsPerGroup]) {
+  constexpr int kVecs = S * kVecsPerGroup, kStep = kVecs < kHeld ? kVecs : kHeld;
+#pragma GCC unroll 16
+  for (int first = 0; first < kVecs; first += kStep) {
+    typename T::Column held[kStep];
 #pragma GCC unroll 4
-    for (int s = 0; s < S; ++s) {
-      prefetch(next[s] + step * 16);
+    for (int v = 0; v < kStep; ++v) {
+      held[v] = T::column(load_words(columns[(first + v) / kVecsPerGroup] + (first + v) % kVecsPerGroup * kLanes));
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const typename T::Entry entry = T::entry(entries + r * row_stride);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecsPerGroup; ++v) {
-        const typename T::Column column = T::column(load_words(tiles[s] + step * 16 + v * kLanes));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          Vec& acc = sum[r][s * kVecsPerGroup + v];
-          acc = T::step(acc, query + r * query_stride + step * T::words_per_step, column);
-        }
-      }
+      for (int v = 0; v < kStep; ++v) sum[r][first + v] = T::step(sum[r][first + v], entry, held[v]);
     }
   }
-#pragma GCC unroll 8
+}
+
+// Query rows lie in groups of rows that are scored together, [group of steps][row][steps of the group], so that one
+// address with constant distances reaches them all.
+constexpr int64_t kStepGroup = 16;
+
+// How `rows` rows are cut: into groups of so many, the last one the rest.
+template <typename T>
+inline int64_t rows_per_group(int64_t rows) {
+  const int64_t groups = (rows + T::max_rows - 1) / T::max_rows;
+  return groups == 0 ? 1 : (rows + groups - 1) / groups;
+}
+
+// Where the step groups of row `row` begin, in words from the first row's, and how far apart they lie.
+struct QueryPlace {
+  int64_t first, stride;
+};
+
+template <typename T>
+inline QueryPlace query_place(int64_t row, int64_t rows, int64_t steps) {
+  constexpr int64_t kWords = kStepGroup * T::words_per_step;
+  const int64_t per_group = rows_per_group<T>(rows), begin = row / per_group * per_group;
+  const int64_t count = rows - begin < per_group ? rows - begin : per_group;
+  const int64_t row_words = (steps + kStepGroup - 1) / kStepGroup * kWords;
+  return {begin * row_words + (row - begin) * kWords, count * kWords};
+}
+
+// scores[r][s * 16 + key] for R rows and S tiles; `next` are the tiles to fetch meanwhile.
+template <typename T, int R, int S>
+inline void score_tiles(const float* query, const int32_t* const* tiles, const int32_t* const* next, int64_t steps,
+                        float* scores) {
+  constexpr int64_t kWords = kStepGroup * T::words_per_step;
+  Vec sum[R][S * kVecsPerGroup] = {};
+  for (int64_t first = 0; first < steps; first += kStepGroup, query += R * kWords) {
+    const int64_t end = steps - first < kStepGroup ? steps : first + kStepGroup;
+    const float* entry = query;
+    for (int64_t step = first; step < end; ++step, entry += T::words_per_step) {
+      const int32_t* columns[S];
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) {
+        prefetch(next[s] + step * 16);
+        columns[s] = tiles[s] + step * 16;
+      }
+      multiply<T, R, S>(entry, kWords, columns, sum);
+    }
+  }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < S * kVecsPerGroup; ++v) store(scores + r * 256 + v * kLanes, sum[r][v]);
@@ -118,23 +172,16 @@ inline void weigh_tiles(const float* probabilities, const int32_t* const* tiles,
     const int32_t* ahead = next[tile];
     const float* rows = probabilities + tile * T::steps_per_tile * T::words_per_step;
     for (int64_t step = 0; step < T::steps_per_tile; ++step) {
+      const int32_t* columns[S];
 #pragma GCC unroll 4
       for (int s = 0; s < S; ++s) {
         prefetch(ahead + step * value_stride + s * 16);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVecsPerGroup; ++v) {
-          const typename T::Column column =
-              T::column(load_words(words + step * value_stride + s * 16 + v * kLanes));
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            Vec& acc = sum[r][s * kVecsPerGroup + v];
-            acc = T::step(acc, rows + r * 256 + step * T::words_per_step, column);
-          }
-        }
+        columns[s] = words + step * value_stride + s * 16;
       }
+      multiply<T, R, S>(rows + step * T::words_per_step, 256, columns, sum);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < S * kVecsPerGroup; ++v) store(out + r * out_stride + v * kLanes, sum[r][v]);
@@ -151,71 +198,63 @@ inline void with_rows(int64_t rows, const Use& use) {
   }
 }
 
-template <typename T>
-struct ScoreCall {
-  const float* query;
-  int64_t query_stride;
-  const int32_t* const* tiles;
-  const int32_t* const* next;
-  int64_t steps, span;
-  float* scores;
-  template <int R>
-  void operator()() const {
-    if (span == kMaxSpan) {
-      score_tiles<T, R, kMaxSpan>(query, query_stride, tiles, next, steps, scores);
-    } else {
-      score_tiles<T, R, 1>(query, query_stride, tiles, next, steps, scores);
-    }
+// The widest span that so many rows take, of so many groups of columns that are left.
+inline int64_t span_of(int64_t rows, int64_t left) {
+  const int64_t widest = rows > kNarrowRows ? kMaxSpan / 2 : kMaxSpan;
+  return left >= widest ? widest : left >= 2 && widest > 2 ? 2 : 1;
+}
+
+// Calls use<S>() for the compile-time S equal to `span`, one that span_of may give for R rows.
+template <int R, typename Use>
+inline void with_span(int64_t span, const Use& use) {
+  if constexpr (kMaxSpan >= 4 && R <= kNarrowRows) {
+    if (span == 4) return use.template operator()<4>();
   }
-};
+  if constexpr (kMaxSpan >= 2) {
+    if (span == 2) return use.template operator()<2>();
+  }
+  use.template operator()<1>();
+}
 
 // Scores of `rows` rows against num_tiles tiles; kAhead more in the list are what follows.
 template <typename T>
-void score_rows(const float* query, int64_t query_stride, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
-           int64_t steps, float* scores) {
+void score_rows(const float* query, int64_t rows, const int32_t* const* tiles, int64_t num_tiles, int64_t steps,
+                float* scores) {
+  const int64_t per_group = rows_per_group<T>(rows);
   for (int64_t tile = 0; tile < num_tiles;) {
-    const int64_t span = num_tiles - tile >= kMaxSpan ? kMaxSpan : 1;
-    for (int64_t row = 0; row < rows; row += T::max_rows) {
-      const int64_t count = rows - row < T::max_rows ? rows - row : T::max_rows;
+    const int64_t span = span_of(per_group, num_tiles - tile);
+    for (int64_t row = 0; row < rows; row += per_group) {
+      const int64_t count = rows - row < per_group ? rows - row : per_group;
       const int32_t* const* next = tiles + tile + (row ? 0 : kAhead);
-      with_rows<T::max_rows>(count, ScoreCall<T>{query + row * query_stride, query_stride, tiles + tile, next, steps,
-                                                 span, scores + row * 256 + tile * 16});
+      const float* group = query + query_place<T>(row, rows, steps).first;
+      with_rows<T::max_rows>(count, [&]<int R>() {
+        with_span<R>(span, [&]<int S>() {
+          score_tiles<T, R, S>(group, tiles + tile, next, steps, scores + row * 256 + tile * 16);
+        });
+      });
     }
     tile += span;
   }
 }
 
-template <typename T>
-struct WeighCall {
-  const float* probabilities;
-  const int32_t* const* tiles;
-  const int32_t* const* next;
-  int64_t num_tiles, value_stride, span;
-  float* out;
-  int64_t out_stride;
-  template <int R>
-  void operator()() const {
-    if (span == kMaxSpan) {
-      weigh_tiles<T, R, kMaxSpan>(probabilities, tiles, next, num_tiles, value_stride, out, out_stride);
-    } else {
-      weigh_tiles<T, R, 1>(probabilities, tiles, next, num_tiles, value_stride, out, out_stride);
-    }
-  }
-};
-
 // Weighted values of `rows` rows; value_stride (words per step) is a multiple of 16. kAhead more tiles follow.
 template <typename T>
 void weigh_rows(const float* probabilities, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
-           int64_t value_stride, float* out, int64_t out_stride) {
-  for (int64_t row = 0; row < rows; row += T::max_rows) {
-    const int64_t count = rows - row < T::max_rows ? rows - row : T::max_rows;
+                int64_t value_stride, float* out, int64_t out_stride) {
+  const int64_t per_group = rows_per_group<T>(rows);
+  for (int64_t row = 0; row < rows; row += per_group) {
+    const int64_t count = rows - row < per_group ? rows - row : per_group;
     for (int64_t dim = 0; dim < value_stride;) {
-      const int64_t span = (value_stride - dim) / 16 >= kMaxSpan ? kMaxSpan : 1;
+      const int64_t span = span_of(per_group, (value_stride - dim) / 16);
       const int32_t* shifted[kTableTiles];
       for (int64_t t = 0; t < num_tiles + kAhead; ++t) shifted[t] = tiles[t] + dim;
       const int32_t* const* next = shifted + (row ? 0 : kAhead);
-      with_rows<T::max_rows>(count, WeighCall<T>{probabilities + row * 256, shifted, next, num_tiles, value_stride,
-                                                 span, out + row * out_stride + dim, out_stride});
+      with_rows<T::max_rows>(count, [&]<int R>() {
+        with_span<R>(span, [&]<int S>() {
+          weigh_tiles<T, R, S>(probabilities + row * 256, shifted, next, num_tiles, value_stride,
+                               out + row * out_stride + dim, out_stride);
+        });
+      });
       dim += span * 16;
     }
   }

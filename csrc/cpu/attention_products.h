@@ -19,9 +19,9 @@ using Bf16 = Split;
 
 template <typename T>
 struct Products {
-  static void score(const float* query, int64_t query_stride, int64_t rows, const int32_t* const* tiles,
-                    int64_t num_tiles, int64_t steps, float* scores) {
-    score_rows<T>(query, query_stride, rows, tiles, num_tiles, steps, scores);
+  static void score(const float* query, int64_t, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
+                    int64_t steps, float* scores) {
+    score_rows<T>(query, rows, tiles, num_tiles, steps, scores);
   }
   static void weigh(const float* probabilities, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
                     int64_t value_stride, float* out, int64_t out_stride) {

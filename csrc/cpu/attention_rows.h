@@ -25,7 +25,7 @@ struct Item {
   const int32_t* table;    // of the first tile's sequence; the others' agree with it on what is read
   int64_t begin, end;      // the keys that any row sees
   Row* rows;
-  float* query;            // [rows][query_stride]
+  float* query;            // as gather_query lays it out
   float* scores;           // [rows][256]: scores, then probabilities
   float *split, *merged;   // results
   int32_t* values;         // copies of value tiles
@@ -77,23 +77,39 @@ struct Item {
   }
 };
 
-// Rows as the products want them: float32, or bf16 pairs as they come.
+// `count` entries of a query row, from `from` on, as a product takes them: float32, bf16 pairs as they come, or as two floats.
+template <typename T>
+inline void copy_query(const AttentionArgs& args, int64_t from, int64_t count, float* to) {
+  if (args.type == ElementType::f32) {
+    __builtin_memcpy(to, reinterpret_cast<const float*>(args.query) + from, size_t(count) * 4);
+    return;
+  }
+  const uint16_t* bits = reinterpret_cast<const uint16_t*>(args.query) + from;
+  if (T::words_per_step == 1) {
+    __builtin_memcpy(to, bits, size_t(count) * 2);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(bits[i]);
+  }
+}
+
+// Rows as the products want them: one after another for AMX, otherwise in groups (query_place).
 template <typename T>
 void gather_query(const Item& item) {
   const AttentionArgs& args = item.args;
-  if (T::whole_tiles) __builtin_memset(item.query, 0, padded_rows(item.num_rows) * item.query_stride * 4);
-  for (int64_t row = 0; row < item.num_rows; ++row) {
-    float* to = item.query + row * item.query_stride;
-    const int64_t from = item.rows[row].query;
-    if (args.type == ElementType::f32) {
-      __builtin_memcpy(to, reinterpret_cast<const float*>(args.query) + from, args.key_dim * 4);
-      continue;
+  if constexpr (T::whole_tiles) {
+    __builtin_memset(item.query, 0, padded_rows(item.num_rows) * item.query_stride * 4);
+    for (int64_t row = 0; row < item.num_rows; ++row) {
+      copy_query<T>(args, item.rows[row].query, args.key_dim, item.query + row * item.query_stride);
     }
-    const uint16_t* bits = reinterpret_cast<const uint16_t*>(args.query) + from;
-    if (T::words_per_step == 1) {
-      __builtin_memcpy(to, bits, args.key_dim * 2);
-    } else {
-      for (int64_t d = 0; d < args.key_dim; ++d) to[d] = bf16_to_float(bits[d]);
+  } else {
+    const int64_t depth = args.type == ElementType::f32 ? 1 : 2, group = kStepGroup * depth;
+    for (int64_t row = 0; row < item.num_rows; ++row) {
+      const QueryPlace place = query_place<T>(row, item.num_rows, args.key_dim / depth);
+      float* to = item.query + place.first;
+      for (int64_t first = 0; first < args.key_dim; first += group, to += place.stride) {
+        const int64_t left = args.key_dim - first;
+        copy_query<T>(args, item.rows[row].query + first, left < group ? left : group, to);
+      }
     }
   }
 }
