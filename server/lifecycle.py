@@ -33,6 +33,7 @@ from server.auth import is_local
 from server.connections import Connection, ConnectionLimits, ServerConfig, check_stalls
 from server.engine_port import Engine
 from server.front import front_for
+from server.gate import Gate, GateLimits
 from server.metrics import Metrics
 from server.progress import shown
 from server.reload import Reloader, certificate_of
@@ -49,13 +50,13 @@ MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 MAX_UNREAD = 1 << 20  # bytes of a stream that its client has not taken
 SPARE_FILES = 512  # open ones for all but connections
 LAST_ANSWER_S = 3600.0  # under TLS, of a connection that closes; `check_stall` cuts off who does not read it
-HANDSHAKE_S = 10.0  # for TLS; connections that have not come so far are not counted
+HANDSHAKE_S = 10.0  # for TLS, from when the connection is taken
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers: closing the listener comes last here, and there it comes first. And with a
-    limit on the time of a TLS handshake."""
+    gate of ours before its connections."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,17 +65,22 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = self.config
         assert isinstance(config, ServerConfig)
+        limits = GateLimits(
+            max_callers=config.limits.max_connections,
+            handshake_s=min(HANDSHAKE_S, config.limits.head_timeout_s),
+            goodbye_s=LAST_ANSWER_S,
+        )
         self.servers = []
         for listener in sockets or ():
-            server = await asyncio.get_running_loop().create_server(
+            gate = Gate(
+                listener,
                 lambda: Connection(config, self.server_state, {}),
-                sock=listener,
-                backlog=config.backlog,
-                ssl=config.ssl,
-                ssl_handshake_timeout=min(HANDSHAKE_S, config.limits.head_timeout_s) if config.ssl else None,
-                ssl_shutdown_timeout=LAST_ANSWER_S if config.ssl else None,
+                limits,
+                certificate=lambda: config.ssl,
+                on_pushed_out=config.metrics.connection_closed_for_room,
             )
-            self.servers.append(server)
+            gate.open(config.backlog)
+            self.servers.append(gate)  # type: ignore[arg-type]  # all that uvicorn does with it is to close it
         self.started = True
 
 
@@ -98,7 +104,9 @@ class Lifecycle:
         self._catch_signals(app.state.reloader)
         imported_s = time.monotonic()
         config.load()
-        app.state.reloader.serve_with(config.ssl)
+        if self._settings.tls_cert is not None:
+            config.ssl = certificate_of(self._settings)
+            app.state.reloader.serve_with(config)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         loading = asyncio.create_task(self._engine.start())
         watching = asyncio.create_task(self._watch(server, metrics))
@@ -197,8 +205,6 @@ class Lifecycle:
             backlog=BACKLOG,
             timeout_keep_alive=max(1, round(settings.keep_alive)),
             timeout_graceful_shutdown=round(FLUSH_S),
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
         )
 
     def _announce(self, metrics: Metrics, imported_s: float) -> None:
@@ -292,8 +298,8 @@ def check_tls(settings: Settings) -> None:
 
 def connections_for(settings: Settings) -> int:
     """How many client connections there may be: --max-connections, or fewer where the system does not let us open so
-    many files, for at the system's limit nobody would give way. Each takes one; under TLS others, whose handshake is
-    not over, are not counted and take as many."""
+    many files, for at the system's limit nobody would give way. Each takes one; under TLS as many more may be on their
+    way, whose handshake is not over."""
     files_each = 1 if settings.tls_cert is None else 2
     wanted = settings.max_connections * files_each + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,6 +3,7 @@ computed for it. Who only holds connections must not shut out the others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -40,3 +41,64 @@ class Places(Generic[Holder]):
     def first(self) -> Holder | None:
         """Who gives way next; None: nobody."""
         return next((holder for held in self._held.values() for holder in held), None)
+
+
+class Crowd(Generic[Holder]):
+    """Who has not been let in yet, by address, of each the longest there first. All in O(1) but walking over it."""
+
+    def __init__(self) -> None:
+        self._of: dict[bytes, dict[Holder, None]] = {}
+        self._by_size: dict[int, dict[bytes, None]] = {}  # the addresses that have so many
+        self._count = 0
+        self._largest = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Holder]:
+        """Over those who are there now."""
+        return iter([holder for held in self._of.values() for holder in held])
+
+    def add(self, address: bytes, holder: Holder) -> None:
+        held = self._of.setdefault(address, {})
+        held[holder] = None
+        self._resize(address, len(held) - 1, len(held))
+
+    def remove(self, address: bytes, holder: Holder) -> None:
+        """Nothing happens if it is not there."""
+        held = self._of.get(address, {})
+        if holder not in held:
+            return
+        del held[holder]
+        self._resize(address, len(held) + 1, len(held))
+        if not held:
+            del self._of[address]
+
+    def first_of_largest(self) -> Holder | None:
+        """Of the address that has the most (of several such, the one that has so many the longest) the first; it
+        stays. None: nobody is there."""
+        address = next(iter(self._by_size.get(self._largest, ())), None)
+        return None if address is None else next(iter(self._of[address]))
+
+    def next(self) -> Holder | None:
+        """Takes one away, by turns of the addresses. None: nobody is there."""
+        address = next(iter(self._of), None)
+        if address is None:
+            return None
+        holder = next(iter(self._of[address]))
+        self.remove(address, holder)
+        if address in self._of:
+            self._of[address] = self._of.pop(address)
+        return holder
+
+    def _resize(self, address: bytes, before: int, after: int) -> None:
+        self._count += after - before
+        if before:
+            same = self._by_size[before]
+            del same[address]
+            if not same:
+                del self._by_size[before]
+        if after:
+            self._by_size.setdefault(after, {})[address] = None
+        if after > self._largest or self._largest not in self._by_size:
+            self._largest = after  # one more or one fewer than it was: nobody stands between

@@ -9,7 +9,7 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine.config import StartError
 from server.keys import KeyRing, read_clients
@@ -62,23 +62,29 @@ class Reloaded:
         return {**facts, "certificate": True} if self.certificate else facts
 
 
+class Presenting(Protocol):
+    """ssl: what the next TLS handshake shows."""
+
+    ssl: ssl.SSLContext | None
+
+
 @dataclass(slots=True)
 class Reloader:
     """One application's. Everything happens on the event loop, between two requests."""
 
     settings: Settings
     ring: KeyRing
-    _serving: ssl.SSLContext | None = None  # what the listener was opened with
-    _certificate: ssl.SSLContext | None = None  # that new connections get; None: the listener's own
+    _serving: Presenting | None = None
 
     @property
     def has_files(self) -> bool:
         """Whether there is anything to read again."""
         return self.settings.api_key_file is not None or self.settings.tls_cert is not None
 
-    def serve_with(self, context: ssl.SSLContext | None) -> None:
-        """What the listener hands to new connections, until a reload."""
-        self._serving = context
+    def serve_with(self, serving: Presenting) -> None:
+        """Whose context a reload shall replace, in whole: loading into the one in use would not be atomic, for a key
+        that does not fit would leave it with neither."""
+        self._serving = serving
 
     def reload(self) -> Reloaded:
         """Read the files again. Raises StartError with one sentence, which is logged too: nothing has changed then."""
@@ -103,18 +109,7 @@ class Reloader:
             self.ring.replace(read_clients(settings.key_digests(), settings.api_key_file))
             after = {account.client.name for account in self.ring.accounts}
             added, removed = sorted(after - before), sorted(before - after)
-        if certificate is not None:  # nothing can fail any more
-            self._present(certificate)
+        if self._serving is not None and certificate is not None:  # nothing can fail any more
+            self._serving.ssl = certificate
         num_clients = None if settings.api_key_file is None else len(self.ring.accounts)
         return Reloaded(num_clients, tuple(added), tuple(removed), certificate is not None)
-
-    def _present(self, certificate: ssl.SSLContext) -> None:
-        """Each handshake asks which context it shall go on with. Loading into the one in use would not be atomic: a
-        key that does not fit would leave it with neither."""
-        assert self._serving is not None
-        self._certificate = certificate
-        self._serving.sni_callback = self._choose
-
-    def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        assert self._certificate is not None
-        connection.context = self._certificate

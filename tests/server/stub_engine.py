@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from uvloop import new_event_loop
 
 from engine.config import StartError
 from engine.outputs import Delivery, ModelInfo, NotServing, Phase, SequenceOutput
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--die-after", type=float, default=None)
     parser.add_argument("--hung", action="store_true")
     parser.add_argument("--ping", type=float, default=front.KEEP_ALIVE_S)
+    parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     values = dict(item.split("=", 1) for item in arguments.set)
@@ -260,7 +262,7 @@ def main() -> None:
         return engine
 
     try:
-        code = lifecycle.serve(chosen, make, lifecycle.bind(chosen), None)
+        code = lifecycle.serve(chosen, make, lifecycle.bind(chosen), new_event_loop if arguments.uvloop else None)
     except StartError as error:
         print(f"pagemill: {error}", file=sys.stderr)
         code = 1

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import httpx
@@ -111,7 +112,7 @@ def test_what_cannot_be_read_twice_is_not_waited_for(tmp_path: Path, kind: str) 
     os.mkfifo(pipe)  # opening it would wait for a writer, and the whole server with it
     ring = load_keys([], key_file(tmp_path, ONE))
     reloader = Reloader(Settings(**{kind: str(pipe)}), ring)
-    reloader.serve_with(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    reloader.serve_with(SimpleNamespace(ssl=ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)))
     with pytest.raises(StartError, match="no plain file"):
         reloader.reload()
     assert ring.find([b"one"]) is not None
