@@ -11,6 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 320
 
+# products of experts in bfloat16 want multiples of eight
+_MIXTURE: dict[str, Any] = dict(
+    hidden_size=96,
+    intermediate_size=104,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+)
+
 # widths 1000 and 60 on purpose: vectors do not divide them, so tails show
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=1000, intermediate_size=60, num_attention_heads=10, num_key_value_heads=5, head_dim=20),
@@ -25,6 +36,10 @@ TINY: dict[str, dict[str, Any]] = {
         sliding_window=24,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "qwen2_moe": _MIXTURE | dict(shared_expert_intermediate_size=56),
+    "glm4_moe": _MIXTURE | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
+    "ernie4_5_moe": _MIXTURE | dict(moe_num_experts=4, moe_k=2, moe_num_shared_experts=2),
+    "minimax_m2": _MIXTURE | dict(num_local_experts=4, head_dim=16, rotary_dim=8),
 }
 
 
@@ -50,6 +65,9 @@ def tiny_folder(parent: Path, kind: str, *, seed: int = 0, **overrides: Any) -> 
             if parameter.dim() > 1:
                 scale = 2.0 if "embed" in name else 1.5  # tied logits then spread by 2: sampling has a choice
                 parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder, safe_serialization=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import StartError
+from engine.models.tensor_names import CHOOSING
 
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Exact in a sweep over all architectures although their class does not set _supports_attention_backend.
@@ -159,8 +160,8 @@ def expected_softcap(config: Any) -> float | None:
 
 
 def float32_parameters(tree: Any, dtype: torch.dtype) -> tuple[str, ...]:
-    """Name parts of parameters the model wants in float32 whatever the serving dtype is."""
-    names = set(getattr(tree, "_keep_in_fp32_modules_strict", None) or ())
+    """Name parts of parameters the model wants in float32 whatever the serving dtype is, or should want."""
+    names = {CHOOSING, *(getattr(tree, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype == torch.float16:
         names |= set(getattr(tree, "_keep_in_fp32_modules", None) or ())
     return tuple(sorted(names))

@@ -21,6 +21,7 @@ from transformers.modeling_utils import LoadStateDictConfig, local_torch_dtype
 
 from engine.config import StartError
 from engine.models.allow import float32_parameters, model_class, one_line
+from engine.models.tensor_names import CHOOSING
 
 logger = logging.getLogger("pagemill.engine")
 
@@ -48,6 +49,12 @@ def build_tree(config: Any, dtype: torch.dtype, implementation: str) -> Any:
             raise StartError(f"{name} of model type {config.model_type!r} has no storage after building the model.")
     tree.requires_grad_(False)
     return tree.eval()
+
+
+def tensors_of(tree: nn.Module) -> dict[str, Tensor]:
+    """Its parameters, and those buffers that checkpoints hold, by name."""
+    corrections = {name: buffer for name, buffer in tree.named_buffers() if name.endswith(CHOOSING)}
+    return dict(tree.named_parameters()) | corrections
 
 
 def assign_weights(tree: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -171,7 +178,7 @@ class DummyTensors(Mapping[str, Tensor]):
     are made."""
 
     def __init__(self, tree: nn.Module, device: torch.device) -> None:
-        self._parameters = dict(tree.named_parameters())
+        self._parameters = tensors_of(tree)
         self._device = device
         self._wells: dict[torch.dtype, Tensor] = {}
 

@@ -21,7 +21,7 @@ from engine.models import self_check
 from engine.models.allow import check_config, load_config, max_exact_position, model_class
 from engine.models.attention_hook import IMPLEMENTATION, register
 from engine.models.backbone import Backbone
-from engine.models.build import DummyTensors, assign_weights, build_tree, fill_dummy
+from engine.models.build import DummyTensors, assign_weights, build_tree, fill_dummy, tensors_of
 from engine.models.from_recipe import from_recipe
 from engine.models.fused_recipe import FusedRecipe
 from engine.models.prepare import BACKENDS_WITH_CLAIM, NoRecipe, prepare, recipe_of
@@ -73,7 +73,7 @@ def first_load(
     if config.quantization != "none" and kept.recipe is not None:
         # only now: the check compares with transformers in full precision
         del backbone
-        tensors = dict(tree.named_parameters())
+        tensors = tensors_of(tree)
         num_bytes = weights.num_parameters * dtype.itemsize
         backbone = from_recipe(kept, kept.recipe, weights, tensors, backend, config.quantization, watch, num_bytes)
     return backbone, kept

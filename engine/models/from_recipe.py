@@ -15,10 +15,10 @@ from engine.config import Quantization
 from engine.device import HOST
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
-from engine.models.fused_experts import ExpertTensors
 from engine.models.fused_recipe import FusedRecipe
 from engine.models.quantiser import Quantiser
 from engine.models.stopwatch import Stopwatch
+from engine.models.tensor_names import NamedTensors
 from engine.models.verdict import Kept
 from engine.models.weights import Weights
 
@@ -39,7 +39,6 @@ def from_recipe(
     with watch.phase("pack"):
         if quantization == "none":  # else many come from elsewhere
             tensors = watch.looked_up(tensors, num_bytes)
-        named = tensors if recipe.experts is None else ExpertTensors(tensors)
-        quantiser = None if quantization == "none" else Quantiser(quantization, weights, named)
+        quantiser = None if quantization == "none" else Quantiser(quantization, weights, NamedTensors(tensors))
         model = FusedModel(recipe, tensors, backend, kept.max_position, quantiser, device=device)
     return Backbone(model, batch_invariant=kept.verdict.batch_invariant, num_parameters=weights.num_parameters)

@@ -17,13 +17,13 @@ from engine import device_ops, ops
 from engine.attention.base import AttentionBackend, LayerSpec, PagedLayer
 from engine.device import HOST
 from engine.models.deltas import Site, Spans
-from engine.models.fused_experts import ExpertTensors
 from engine.models.fused_layer import Layer, next_half
 from engine.models.fused_parts import Frequencies, Weights
 from engine.models.fused_recipe import PARALLEL_NORM, FusedRecipe
 from engine.models.native_decoder import DecoderShape, NativeDecoder
 from engine.models.quantiser import Quantiser
 from engine.models.rope_table import RopeTable
+from engine.models.tensor_names import NamedTensors
 
 
 class FusedModel:
@@ -45,8 +45,7 @@ class FusedModel:
         """tensors: by transformers' names, all of one dtype. quantiser: of linear layers' weights; None: none is
         quantised. device: where to compute, wherever the tensors are. stepwise: op by op also where there is a decoder
         in one call. Raises StartError if a tensor is missing."""
-        named = tensors if recipe.experts is None else ExpertTensors(tensors)
-        weights = Weights(named, recipe, quantiser, device)
+        weights = Weights(NamedTensors(tensors), recipe, quantiser, device)
         self._recipe = recipe
         self.device = device
         self.is_capturable = recipe.experts is None  # a mixture asks the device how many rows an expert has
@@ -71,7 +70,7 @@ class FusedModel:
             for index, layer in enumerate(recipe.layers)
         )
         self._blocks = [
-            Layer(weights, f"model.layers.{index}", recipe, self.layers[index], layer.rope)
+            Layer(weights, f"model.layers.{index}", recipe, self.layers[index], layer)
             for index, layer in enumerate(recipe.layers)
         ]
         self._head = weights.head()

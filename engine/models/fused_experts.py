@@ -1,49 +1,68 @@
 """A mixture of experts op by op: a router, and for each expert that some row chose one gated MLP over those rows.
 
-A row's experts are added up in ascending order in float32, so its bits do not depend on which experts its neighbours
-chose.
+A row's experts are added up in ascending order in float32, what is shared last, so its bits do not depend on which
+experts its neighbours chose.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from engine.models.fused_parts import Weights
-from engine.models.fused_recipe import ROUTER, ExpertsRecipe, mixtral_name
+from engine.models.fused_parts import Linear, Weights
+from engine.models.fused_recipe import CORRECTION, ROUTER, SHARED_GATE, ExpertsRecipe
 from engine.ops import ActivationKind
 
-_OWN_NAME = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+def sigmoid(x: Tensor) -> Tensor:
+    """As a softmax against zero, which is computed row by row: torch's own rounds the last few elements of a tensor
+    otherwise than the rest, so a value would depend on where it stands. float32."""
+    return torch.softmax(torch.stack([x, torch.zeros_like(x)], -1), -1)[..., 0]
 
 
-def route(logits: Tensor, recipe: ExpertsRecipe) -> tuple[Tensor, Tensor]:
-    """logits: [num_tokens, count]. (weights, float32; experts, int64), both [num_tokens, num_chosen]."""
-    weights, experts = torch.topk(torch.softmax(logits.float(), -1), recipe.num_chosen, -1)
+def route(logits: Tensor, recipe: ExpertsRecipe, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits: [num_tokens, count], float32; correction: [count]. (weights, float32; experts, int64), both
+    [num_tokens, num_chosen]."""
+    scores = torch.softmax(logits, -1) if recipe.scores == "softmax" else sigmoid(logits)
+    experts = torch.topk(scores if correction is None else scores + correction, recipe.num_chosen, -1).indices
+    weights = scores.gather(-1, experts)
     if recipe.is_normalised:
         total = weights[:, :1]
         for column in range(1, recipe.num_chosen):  # one by one: torch's sum may go another way for other batches
             total = total + weights[:, column : column + 1]
         weights = weights / total
-    return weights, experts
+    return weights * recipe.scaling, experts
 
 
 class Experts:
     """The MLP of one layer."""
 
-    def __init__(self, weights: Weights, path: str, recipe: ExpertsRecipe, activation: ActivationKind) -> None:
-        """path: of the layer."""
-        self._recipe = recipe
-        self._router = weights.linear(f"{path}.{ROUTER}", is_exact=True)
+    def __init__(
+        self,
+        weights: Weights,
+        path: str,
+        recipe: ExpertsRecipe,
+        activation: ActivationKind,
+        shared: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        """path: of the layer. shared: the MLP beside the experts, -> float32."""
+        self._recipe, self._shared = recipe, shared
+        self._router_dtype = torch.float32 if recipe.is_exact and weights.is_on_cpu else weights.dtype
+        self._router = weights.linear(f"{path}.{ROUTER}", exact=self._router_dtype, out_dtype=torch.float32)
+        self._correction = weights.float32(f"{path}.{CORRECTION}") if recipe.has_correction else None
+        self._shared_gate: Linear | None = None
+        if recipe.has_shared_gate:
+            name = f"{path}.{SHARED_GATE}"
+            self._shared_gate = weights.linear(name, exact=weights.dtype, out_dtype=torch.float32)
         names = [f"{path}.mlp.experts.{index}" for index in range(recipe.count)]
         self._gate_ups = [weights.linear(f"{n}.gate_proj", f"{n}.up_proj", gate=activation) for n in names]
         self._downs = [weights.linear(f"{n}.down_proj", out_dtype=torch.float32) for n in names]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size] -> float32."""
-        weights, experts = route(self._router(x), self._recipe)
+        weights, experts = route(self._router(x.to(self._router_dtype)), self._recipe, self._correction)
         order = experts.flatten().argsort(stable=True)
         rows, weights = order // self._recipe.num_chosen, weights.flatten()[order].unsqueeze(1)
         total = x.new_zeros(x.shape, dtype=torch.float32)
@@ -54,34 +73,8 @@ class Experts:
                 result = self._downs[expert](self._gate_ups[expert](x[own]))
                 total.index_add_(0, own, result * weights[start : start + count])
                 start += count
-        return total
+        return total if self._shared is None else total.add_(self._beside(self._shared(x), x))
 
-
-class ExpertTensors(Mapping[str, Tensor]):
-    """A checkpoint's or a tree's tensors under the names of FusedRecipe.tensor_names, every expert's matrices apart,
-    whether they are stored so, in one tensor for all experts, or under Mixtral's names."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        for stored in (name, mixtral_name(name)):
-            if stored in self._tensors:
-                return self._tensors[stored]
-        found = _OWN_NAME.fullmatch(name)
-        if found is None:
-            raise KeyError(name)
-        path, expert, part = found[1], int(found[2]), found[3]
-        if part == "down":
-            return self._tensors[f"{path}.down_proj"][expert]
-        gate, up = self._tensors[f"{path}.gate_up_proj"][expert].chunk(2)
-        return gate if part == "gate" else up
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def _beside(self, shared: Tensor, x: Tensor) -> Tensor:
+        """What the shared expert made of x, as far as it is let through."""
+        return shared if self._shared_gate is None else shared.mul_(sigmoid(self._shared_gate(x)))

@@ -15,8 +15,9 @@ from engine.attention.base import AttentionBackend, PagedLayer
 from engine.models.deltas import LowRank, Site, Spans
 from engine.models.fused_experts import Experts
 from engine.models.fused_parts import Linear, Norm, Weights, order_of_halves, rotate
-from engine.models.fused_recipe import OUTPUT, FusedRecipe
+from engine.models.fused_recipe import OUTPUT, FusedRecipe, LayerRecipe, MlpNames
 from engine.models.native_decoder import LayerTensors
+from engine.ops import ActivationKind
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -24,14 +25,13 @@ Rotation = tuple[Tensor, Tensor]
 class _Mlp:
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))): x [num_tokens, hidden_size] -> float32."""
 
-    def __init__(self, weights: Weights, path: str, recipe: FusedRecipe) -> None:
-        names = recipe.mlp
-        self._activation = None if names.is_gated else recipe.activation
-        gate = recipe.activation if names.is_gated else None
+    def __init__(self, weights: Weights, path: str, names: MlpNames, activation: ActivationKind) -> None:
+        self._activation = None if names.is_gated else activation
+        gate = activation if names.is_gated else None
         self.first = weights.linear(*(f"{path}.{name}" for name in names.first), gate=gate)
         self.down = weights.linear(f"{path}.{names.down}", out_dtype=torch.float32)
 
-    def __call__(self, x: Tensor, spans: Spans) -> Tensor:
+    def __call__(self, x: Tensor, spans: Spans = ()) -> Tensor:
         inner = self.first(x, spans)
         return self.down(inner if self._activation is None else ops.activation(inner, self._activation), spans)
 
@@ -39,8 +39,10 @@ class _Mlp:
 class Layer:
     """One decoder layer over the residual stream."""
 
-    def __init__(self, weights: Weights, path: str, recipe: FusedRecipe, layer: PagedLayer, rope: int | None) -> None:
-        self.layer, self.rope = layer, rope
+    def __init__(
+        self, weights: Weights, path: str, recipe: FusedRecipe, layer: PagedLayer, of_layer: LayerRecipe
+    ) -> None:
+        self.layer, self.rope = layer, of_layer.rope
         self._recipe = recipe
         places = recipe.places
         self.input_norm = weights.norm_in(path, places.input)
@@ -50,10 +52,12 @@ class Layer:
         self._take_heads(weights, path, recipe)
         self._output = weights.linear(f"{path}.{OUTPUT}", out_dtype=torch.float32)
         self._mlp: _Mlp | Experts
-        if recipe.experts is None:
-            self._mlp = _Mlp(weights, path, recipe)
+        experts, activation = recipe.experts, recipe.activation
+        if experts is None or of_layer.is_dense:
+            self._mlp = _Mlp(weights, path, recipe.mlp, activation)
         else:
-            self._mlp = Experts(weights, path, recipe.experts, recipe.activation)
+            shared = None if experts.shared is None else _Mlp(weights, path, experts.shared, activation)
+            self._mlp = Experts(weights, path, experts, activation, shared)
 
     def _take_heads(self, weights: Weights, path: str, recipe: FusedRecipe) -> None:
         """What makes queries, keys and values."""
@@ -104,7 +108,7 @@ class Layer:
         )
 
     def sites(self, path: str) -> list[Site]:
-        """Where adapters may change the layer `path`; a mixture's experts are left out."""
+        """Where adapters may change the layer `path`; a mixture's experts, what is shared too, are left out."""
         recipe = self._recipe
         heads = [num * recipe.head_dim for num in (recipe.num_query_heads, recipe.num_kv_heads, recipe.num_kv_heads)]
         rows = tuple(heads) if len(recipe.qkv) == len(heads) else (sum(heads),)

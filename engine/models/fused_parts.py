@@ -11,7 +11,7 @@ from torch.nn import functional
 from engine import ops
 from engine.config import StartError
 from engine.models.deltas import PANEL, Deltas, LowRank, Spans, panel_order
-from engine.models.fused_recipe import EMBEDDING, HEAD, FusedRecipe, NormRecipe, RopeRecipe
+from engine.models.fused_recipe import EMBEDDING, FINAL_NORM, HEAD, FusedRecipe, NormRecipe, RopeRecipe
 from engine.models.quantised import QuantisedWeight, join
 from engine.models.quantiser import Quantiser
 from engine.ops import ActivationKind
@@ -129,7 +129,8 @@ class Linear:
 class Weights:
     """Checkpoint tensors by name, as the parts of a layer; each goes to the device when it is asked for.
 
-    num_bytes: of what was made so far. kinds: the forms of its linear layers' weights."""
+    num_bytes: of what was made so far. dtype: of whatever is not told another. kinds: the forms of its linear layers'
+    weights."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None, device: torch.device
@@ -137,6 +138,12 @@ class Weights:
         self._tensors, self._recipe, self._quantiser, self._device = tensors, recipe, quantiser, device
         self.num_bytes = 0
         self.kinds: set[str] = set()
+        self.dtype = self.tensor(FINAL_NORM).dtype
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Where there are products of float32 whatever the model's dtype is."""
+        return self._device.type == "cpu"
 
     def tensor(self, name: str) -> Tensor:
         try:
@@ -150,15 +157,15 @@ class Weights:
         self,
         *names: str,
         gate: ActivationKind | None = None,
-        is_exact: bool = False,
+        exact: torch.dtype | None = None,
         order: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        """One packed product of several layers' rows. is_exact: never quantised. order: of all rows, [num_rows].
-        out_dtype: of the result; None: that of x."""
+        """One packed product of several layers' rows. exact: never quantised, but in this dtype. order: of all rows,
+        [num_rows]. out_dtype: of the result; None: that of x."""
         has_bias = f"{names[0]}.bias" in self._tensors
         bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        matrix = self._matrix(*(f"{name}.weight" for name in names), is_exact=is_exact)
+        matrix = self._matrix(*(f"{name}.weight" for name in names), exact=exact)
         if order is not None:
             matrix = (
                 matrix.with_rows(lambda rows: rows[order]) if isinstance(matrix, QuantisedWeight) else matrix[order]
@@ -187,9 +194,11 @@ class Weights:
         self.num_bytes += linear.num_bytes
         return linear
 
-    def _matrix(self, *names: str, is_head: bool = False, is_exact: bool = False) -> Tensor | QuantisedWeight:
+    def _matrix(
+        self, *names: str, is_head: bool = False, exact: torch.dtype | None = None
+    ) -> Tensor | QuantisedWeight:
         """The rows of several matrices: quantised if all are to be."""
-        quantiser = None if is_exact else self._quantiser
+        quantiser = None if exact is not None else self._quantiser
         quantised = [] if quantiser is None else [quantiser.weight(n, is_head=is_head) for n in names]
         known = [weight for weight in quantised if weight is not None]
         if len(known) == len(names):
@@ -197,8 +206,16 @@ class Weights:
             self.kinds.add(f"int{joined.bits}")
             return joined
         parts = [self.tensor(name) for name in names]
+        if exact is not None:
+            parts = [part.to(exact) for part in parts]
         self.kinds.add(str(parts[0].dtype).removeprefix("torch."))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def float32(self, name: str) -> Tensor:
+        """Few numbers, [count], in full."""
+        tensor = self.tensor(name).float().flatten().clone()
+        self.num_bytes += tensor.nbytes
+        return tensor
 
     def copy(self, name: str) -> Tensor:
         """Of a tensor: a view would keep the whole file mapped after all else is packed."""

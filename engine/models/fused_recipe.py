@@ -7,10 +7,11 @@ what computes with them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from engine.models.tensor_names import CHOOSING, DIALECTS
 from engine.ops import ActivationKind, NormVariant
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -57,17 +58,13 @@ JOINED_GATE_UP = MlpNames(("mlp.gate_up_proj",), "mlp.down_proj", True)
 UNGATED = MlpNames(("mlp.up_proj",), "mlp.down_proj", False)
 UNGATED_CONVOLVED = MlpNames(("mlp.c_fc",), "mlp.c_proj", False)
 MLPS = (SPLIT_GATE_UP, JOINED_GATE_UP, UNGATED, UNGATED_CONVOLVED)
-ROUTER = "mlp.gate"
+ROUTER, CORRECTION, SHARED_GATE = "mlp.gate", f"mlp.gate.{CHOOSING}", "mlp.shared_expert_gate"
 JOINED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # tensors of all experts of a layer, in a tree
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def mixtral_name(name: str) -> str:
-    """What a tensor of a mixture of experts is called in Mixtral's checkpoints."""
-    path, dot, last = name.removesuffix(".weight").rpartition(".")
-    if ".mlp.experts." in path:
-        last = _MIXTRAL.get(last, last)
-    return f"{path}{dot}{last}.weight".replace(".mlp.", ".block_sparse_moe.")
+_SHARED = "mlp.shared_experts"
+SHARED_MLPS = (
+    MlpNames((f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"), f"{_SHARED}.down_proj", True),
+    MlpNames((f"{_SHARED}.gate_up_proj",), f"{_SHARED}.down_proj", True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +85,45 @@ class RopeRecipe:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    """window: tokens a query sees, None for all; rope: index into FusedRecipe.ropes, None for no rotation."""
+    """window: tokens a query sees, None for all; rope: index into FusedRecipe.ropes, None for no rotation. is_dense:
+    an MLP where other layers have experts."""
 
     window: int | None
     rope: int | None
+    is_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsRecipe:
-    """A mixture of experts in every layer: `num_chosen` of `count` by the softmax of a router, their weights divided
-    by their sum if is_normalised."""
+    """A mixture of `count` experts, gate and up split. The router's largest num_chosen scores choose, where
+    has_correction after a number per expert is added that does nothing else. scores: softmax over all experts, or a
+    sigmoid each. An expert's weight is its score, divided by the sum of those chosen if is_normalised, and times
+    `scaling`. shared: the MLP that every token passes beside them, let through by the sigmoid of one product if
+    has_shared_gate. is_exact: the router's weight is in float32, whatever the others are in."""
 
     count: int
     num_chosen: int
     is_normalised: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scaling: float = 1.0
+    has_correction: bool = False
+    shared: MlpNames | None = None
+    has_shared_gate: bool = False
+    is_exact: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The modules of a layer that have weights, by their names within it."""
+        experts = [f"mlp.experts.{i}.{m}_proj" for i in range(self.count) for m in ("gate", "up", "down")]
+        shared = () if self.shared is None else (*self.shared.first, self.shared.down)
+        return (ROUTER, *experts, *shared, *((SHARED_GATE,) if self.has_shared_gate else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRecipe:
     """norms: by the module's name within its layer (or within its attention), "norm" for the last one. qkv: the
-    layers whose rows, one after another, are that product's. experts: what stands in the MLP's place, which is then
-    every expert's, split. softcap: of attention scores. Scales and caps that
+    layers whose rows, one after another, are that product's. experts: what stands in the MLP's place, in layers that
+    are not dense. softcap: of attention scores. Scales and caps that
     are None do nothing; residual_scale is on what each half adds to the residual stream."""
 
     vocab_size: int
@@ -142,25 +157,28 @@ class FusedRecipe:
     def has_qk_norms(self) -> bool:
         return "q_norm" in self.norms
 
-    @property
-    def parts(self) -> tuple[str, ...]:
+    def parts(self, layer: LayerRecipe) -> tuple[str, ...]:
         """The modules of a layer that have weights, by their names within it."""
         qk_norms = QK_NORMS if self.has_qk_norms else ()
         attention = (*self.places.names(), *qk_norms, *self.qkv, OUTPUT)
-        if self.experts is None:
+        if self.experts is None or layer.is_dense:
             return (*attention, *self.mlp.first, self.mlp.down)
-        experts = [f"mlp.experts.{i}.{m}_proj" for i in range(self.experts.count) for m in ("gate", "up", "down")]
-        return (*attention, ROUTER, *experts)
+        return (*attention, *self.experts.parts)
 
     def tensor_names(self) -> list[str]:
         """Of all tensors that the recipe needs; biases may come beside them."""
-        parts = self.parts
-        in_layers = [f"model.layers.{index}.{part}.weight" for index in range(len(self.layers)) for part in parts]
-        return [EMBEDDING, *in_layers, FINAL_NORM, *([] if self.is_tied else [HEAD])]
+        names = [EMBEDDING]
+        for index, layer in enumerate(self.layers):
+            path = f"model.layers.{index}"
+            names += [f"{path}.{part}.weight" for part in self.parts(layer)]
+            if self.experts is not None and self.experts.has_correction and not layer.is_dense:
+                names.append(f"{path}.{CORRECTION}")
+        return [*names, FINAL_NORM, *([] if self.is_tied else [HEAD])]
 
     def fits(self, names: Collection[str]) -> bool:
         """True if a checkpoint has every tensor the recipe needs, under names that `fused.py` finds."""
-        return all(name in names or mixtral_name(name) in names for name in self.tensor_names())
+        wanted = self.tensor_names()
+        return any(all(dialect.theirs(name) in names for name in wanted) for dialect in DIALECTS)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,7 +193,16 @@ class FusedRecipe:
                 "ropes": tuple(RopeRecipe(**rope | {"inv_freq": tuple(rope["inv_freq"])}) for rope in values["ropes"]),
                 "layers": tuple(LayerRecipe(**layer) for layer in values["layers"]),
                 "qkv": tuple(values["qkv"]),
-                "mlp": MlpNames(tuple(values["mlp"][0]), *values["mlp"][1:]),
-                "experts": None if values["experts"] is None else ExpertsRecipe(**values["experts"]),
+                "mlp": _mlp_from_json(values["mlp"]),
+                "experts": None if values["experts"] is None else _experts_from_json(values["experts"]),
             }
         )
+
+
+def _mlp_from_json(values: Sequence[Any]) -> MlpNames:
+    return MlpNames(tuple(values[0]), *values[1:])
+
+
+def _experts_from_json(values: Mapping[str, Any]) -> ExpertsRecipe:
+    shared = values["shared"]
+    return ExpertsRecipe(**{**values, "shared": None if shared is None else _mlp_from_json(shared)})

@@ -13,6 +13,7 @@ from engine.attention.base import AttentionBackend, PagedLayer
 from engine.config import StartError
 from engine.device import HOST
 from engine.models.backbone import Backbone
+from engine.models.build import tensors_of
 from engine.models.fused import FusedModel
 from engine.models.fused_recipe import FusedRecipe
 from engine.models.recipe import derive_recipe
@@ -61,14 +62,14 @@ def prepare(
     join: bool = True,
 ) -> Backbone:
     """Packs the weights of a tree on the CPU, for `device`. Unfused, the tree itself becomes the model; fused, it is
-    left as it was, and `tensors` are its numbers (None: its parameters). stepwise: see FusedModel.
+    left as it was, and `tensors` are its numbers (None: its own). stepwise: see FusedModel.
     join: see swap_modules.
 
     Raises NoRecipe or StartError."""
     has_claim = backend.name in BACKENDS_WITH_CLAIM
     num_parameters = sum(parameter.numel() for parameter in tree.parameters())
     if fuse:
-        tensors = dict(tree.named_parameters()) if tensors is None else tensors
+        tensors = tensors_of(tree) if tensors is None else tensors
         model = FusedModel(recipe_of(tree), tensors, backend, max_positions, device=device, stepwise=stepwise)
         check_heads(model.layers, device)
         return Backbone(model, batch_invariant=has_claim, num_parameters=num_parameters)

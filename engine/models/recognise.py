@@ -30,7 +30,7 @@ NO_MATCH = (TypeError, ValueError, IndexError, RuntimeError, AttributeError)
 MAX_DIFFERING = 0.05  # share of elements that may differ by rounding between equal bfloat16 functions
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(20)
     return torch.randn(*shape, generator=generator).to(dtype)
 
@@ -40,7 +40,7 @@ def _testable(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-def _close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+def is_close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     scale = float(theirs.float().abs().max()) or 1.0
@@ -86,13 +86,13 @@ def norm_variant(module: nn.Module, eps: float) -> NormVariant | None:
     """Which variant of ops.rms_norm the module is, in float32 and in its own dtype."""
     own = cast(Tensor, module.weight)
     dtype = _testable(own.dtype)
-    x, drawn = 3 * _random(8, own.numel()), _random(2, own.numel())
+    x, drawn = 3 * random_numbers(8, own.numel()), random_numbers(2, own.numel())
     parameters = {"weight": 1 + 0.5 * drawn[0]}
     if isinstance(module._parameters.get("bias"), Tensor):
         parameters["bias"] = drawn[1]
     variants = ("layer",) if "bias" in parameters else NORM_VARIANTS
     expected = functional_call(module, parameters, (x,))
-    fits = [v for v in variants if _close(ops.rms_norm(x, norm_tensor(parameters, v), eps, v), expected, 1e-5)]
+    fits = [v for v in variants if is_close(ops.rms_norm(x, norm_tensor(parameters, v), eps, v), expected, 1e-5)]
     if dtype == torch.float32 or not fits:
         return fits[0] if fits else None
     parameters, x = {name: drawn.to(dtype) for name, drawn in parameters.items()}, x.to(dtype)
@@ -124,8 +124,8 @@ def activation_kind(module: nn.Module, dtype: torch.dtype) -> ActivationKind | N
     if not isinstance(expected, Tensor) or not isinstance(expected_own, Tensor):
         return None
     for kind in ACTIVATIONS:
-        same = _close(ops.activation(x, kind), expected, 1e-6)
-        if same and _close(ops.activation(x.to(dtype), kind), expected_own, 1e-6 if dtype == x.dtype else 1e-2):
+        same = is_close(ops.activation(x, kind), expected, 1e-6)
+        if same and is_close(ops.activation(x.to(dtype), kind), expected_own, 1e-6 if dtype == x.dtype else 1e-2):
             return kind
     return None
 
@@ -158,7 +158,7 @@ def gated_reading(
 ) -> GatedReading | None:
     """The candidate and activation whose arithmetic is the module's; None if none is."""
     weight = candidates[0][0].weight
-    x = _random(4, weight.shape[1], dtype=weight.dtype)
+    x = random_numbers(4, weight.shape[1], dtype=weight.dtype)
     try:
         expected = module(x)
     except NO_MATCH:
@@ -169,14 +169,14 @@ def gated_reading(
     for index, (gate, up, down) in enumerate(candidates):
         gated, linear = functional.linear(x, gate.weight, gate.bias), functional.linear(x, up.weight, up.bias)
         for kind, activate in ACTIVATIONS.items():
-            if _close(functional.linear(activate(gated) * linear, down.weight, down.bias), expected, tolerance):
+            if is_close(functional.linear(activate(gated) * linear, down.weight, down.bias), expected, tolerance):
                 return GatedReading(index, kind)
     return None
 
 
 def ungated_kind(module: nn.Module, up: LinearParts, down: LinearParts) -> ActivationKind | None:
     """The activation if the module computes down(activation(up(x))); else None."""
-    x = _random(4, up.weight.shape[1], dtype=up.weight.dtype)
+    x = random_numbers(4, up.weight.shape[1], dtype=up.weight.dtype)
     try:
         expected = module(x)
     except NO_MATCH:
@@ -186,7 +186,7 @@ def ungated_kind(module: nn.Module, up: LinearParts, down: LinearParts) -> Activ
     tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
     inner = functional.linear(x, up.weight, up.bias)
     for kind, activate in ACTIVATIONS.items():
-        if _close(functional.linear(activate(inner), down.weight, down.bias), expected, tolerance):
+        if is_close(functional.linear(activate(inner), down.weight, down.bias), expected, tolerance):
             return kind
     return None
 
@@ -205,61 +205,6 @@ def _shape_candidates(linears: list[LinearParts]) -> list[tuple[LinearParts, Lin
                 first, second = _halves(wide)
                 return [(first, second, down), (second, first, down)]
     return []
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsReading:
-    """How a mixture of experts weighs its experts, and their activation."""
-
-    num_chosen: int
-    is_normalised: bool
-    kind: ActivationKind
-
-
-def experts_reading(module: nn.Module, router: Tensor, gate_up: Tensor, down: Tensor) -> ExpertsReading | None:
-    """What the module computes with a router [count, hidden], gate_up [count, 2 * intermediate, hidden], gate first,
-    and down [count, hidden, intermediate]; None if it is no softmax of the router with the largest few chosen."""
-    x = _random(4, router.shape[1], dtype=router.dtype)
-    try:
-        expected = module(x.unsqueeze(0))[0]
-    except NO_MATCH:
-        return None
-    if not isinstance(expected, Tensor) or down.shape != (*gate_up.shape[::2], gate_up.shape[1] // 2):
-        return None
-    tolerance = 1e-5 if x.dtype == torch.float32 else 3e-2
-    scores = torch.softmax(functional.linear(x, router).float(), -1)
-    num_chosen = _num_chosen(module, router.shape[0])
-    if num_chosen is None:
-        return None
-    weights, chosen = torch.topk(scores, num_chosen, -1)
-    for kind, activate in ACTIVATIONS.items():
-        for is_normalised in (True, False):
-            shares = weights / weights.sum(-1, keepdim=True) if is_normalised else weights
-            rows = [_mixed(row, list(zip(s, c.tolist(), strict=True)), gate_up, down, activate)
-                    for row, s, c in zip(x, shares, chosen, strict=True)]  # fmt: skip
-            if _close(torch.stack(rows), expected, tolerance):
-                return ExpertsReading(num_chosen, is_normalised, kind)
-    return None
-
-
-def _num_chosen(module: nn.Module, count: int) -> int | None:
-    """The `top_k` that the module or its router has."""
-    for part in module.modules():
-        value = getattr(part, "top_k", None)
-        if isinstance(value, int) and 0 < value <= count:
-            return value
-    return None
-
-
-def _mixed(
-    x: Tensor, shares: list[tuple[Tensor, int]], gate_up: Tensor, down: Tensor, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """x: [hidden]. shares: (weight, expert)."""
-    total = torch.zeros_like(x, dtype=torch.float32)
-    for share, expert in sorted(shares, key=lambda one: one[1]):
-        gate, up = functional.linear(x, gate_up[expert]).chunk(2)
-        total += share * functional.linear(activate(gate) * up, down[expert]).float()
-    return total.to(x.dtype)
 
 
 def _halves(wide: LinearParts) -> tuple[LinearParts, LinearParts]:

@@ -8,34 +8,59 @@ from typing import NamedTuple
 
 import torch
 
-from engine.models.fused_recipe import EMBEDDING, FINAL_NORM, HEAD, OUTPUT, QK_NORMS, ROUTER, FusedRecipe, mixtral_name
+from engine.models.fused_recipe import (
+    CORRECTION,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    OUTPUT,
+    QK_NORMS,
+    ROUTER,
+    SHARED_GATE,
+    ExpertsRecipe,
+    FusedRecipe,
+    LayerRecipe,
+    MlpNames,
+)
 from engine.models.quantised import PANEL, join_formats
 from engine.models.quantiser import Quantiser
+from engine.models.tensor_names import stored_name
 
 _LINE = 4 * PANEL  # bytes of a panel's step: one float32 or two bfloat16 values of K
 
 
 class _Product(NamedTuple):
-    """One packed weight. is_exact: never quantised."""
+    """One packed weight. is_exact: never quantised; is_float32: in float32 (on a device it is no larger)."""
 
     layers: tuple[str, ...]
     is_gated: bool = False
     is_exact: bool = False
+    is_float32: bool = False
 
 
-def _products(recipe: FusedRecipe) -> Iterator[_Product]:
-    """Of a layer."""
+def _products(recipe: FusedRecipe, layer: LayerRecipe) -> Iterator[_Product]:
     yield _Product(recipe.qkv)
     yield _Product((OUTPUT,))
-    if recipe.experts is None:
-        yield _Product(recipe.mlp.first, is_gated=recipe.mlp.is_gated)
-        yield _Product((recipe.mlp.down,))
-        return
-    yield _Product((ROUTER,), is_exact=True)
-    for expert in range(recipe.experts.count):
+    if recipe.experts is None or layer.is_dense:
+        yield from _of_mlp(recipe.mlp)
+    else:
+        yield from _of_experts(recipe.experts)
+
+
+def _of_mlp(names: MlpNames) -> Iterator[_Product]:
+    yield _Product(names.first, is_gated=names.is_gated)
+    yield _Product((names.down,))
+
+
+def _of_experts(recipe: ExpertsRecipe) -> Iterator[_Product]:
+    yield _Product((ROUTER,), is_exact=True, is_float32=recipe.is_exact)
+    if recipe.has_shared_gate:
+        yield _Product((SHARED_GATE,), is_exact=True)
+    for expert in range(recipe.count):
         path = f"mlp.experts.{expert}"
-        yield _Product((f"{path}.gate_proj", f"{path}.up_proj"), is_gated=True)
-        yield _Product((f"{path}.down_proj",))
+        yield from _of_mlp(MlpNames((f"{path}.gate_proj", f"{path}.up_proj"), f"{path}.down_proj", True))
+    if recipe.shared is not None:
+        yield from _of_mlp(recipe.shared)
 
 
 def served_bytes(
@@ -45,9 +70,11 @@ def served_bytes(
     sizes = _Sizes(shapes, quantiser, dtype)
     total = sizes.norm(recipe, FINAL_NORM)
     places = recipe.places
-    for index in range(len(recipe.layers)):
+    for index, layer in enumerate(recipe.layers):
         path = f"model.layers.{index}"
-        total += sum(sizes.product(path, product) for product in _products(recipe))
+        total += sum(sizes.product(path, product) for product in _products(recipe, layer))
+        if recipe.experts is not None and recipe.experts.has_correction and not layer.is_dense:
+            total += prod(sizes.shape(f"{path}.{CORRECTION}")) * torch.float32.itemsize
         for name in (*places.names(), *(QK_NORMS if recipe.has_qk_norms else ())):
             is_wide = name in (places.behind_attention, places.behind_mlp)
             total += sizes.norm(recipe, f"{path}.{name}.weight", is_wide=is_wide)
@@ -63,13 +90,22 @@ class _Sizes:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], quantiser: Quantiser | None, dtype: torch.dtype) -> None:
         self._shapes, self._quantiser, self._dtype = shapes, quantiser, dtype
 
+    def shape(self, name: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Raises KeyError if there is no such tensor and no default."""
+        stored = stored_name(name, self._shapes)
+        if stored is not None:
+            return self._shapes[stored]
+        if default is None:
+            raise KeyError(name)
+        return default
+
     def plain(self, name: str) -> int:
-        return prod(self._shapes[name]) * self._dtype.itemsize
+        return prod(self.shape(name)) * self._dtype.itemsize
 
     def norm(self, recipe: FusedRecipe, name: str, *, is_wide: bool = False) -> int:
         """is_wide: kept in float32. A layer norm has a bias, if only of zeros."""
         rows = 2 if recipe.norms[name.split(".")[-2]].variant == "layer" else 1
-        return rows * prod(self._shapes[name]) * (4 if is_wide else self._dtype.itemsize)
+        return rows * prod(self.shape(name)) * (4 if is_wide else self._dtype.itemsize)
 
     def is_quantised(self, name: str) -> bool:
         """Of a head or an embedding."""
@@ -78,17 +114,19 @@ class _Sizes:
     def product(self, path: str, product: _Product) -> int:
         """With its biases. path: of the layer."""
         names = tuple(f"{path}.{layer}.weight" for layer in product.layers)
+        if product.is_float32:
+            return _Sizes(self._shapes, None, torch.float32).matrix(names)
         total = self.matrix(names, gated=product.is_gated, is_exact=product.is_exact)
         quantiser = None if product.is_exact else self._quantiser
         is_quantised = quantiser is not None and all(quantiser.format(name) for name in names)
         itemsize = 4 if is_quantised else self._dtype.itemsize
-        biases = (self._shapes.get(f"{path}.{layer}.bias", (0,)) for layer in product.layers)
+        biases = (self.shape(f"{path}.{layer}.bias", (0,)) for layer in product.layers)
         return total + itemsize * sum(map(prod, biases))
 
     def matrix(
         self, names: tuple[str, ...], *, gated: bool = False, is_head: bool = False, is_exact: bool = False
     ) -> int:
-        shapes = [self._shapes.get(name) or self._shapes[mixtral_name(name)] for name in names]
+        shapes = [self.shape(name) for name in names]
         rows, in_features = sum(shape[0] for shape in shapes), shapes[0][1]
         if self._quantiser is not None and not is_exact:
             formats = [self._quantiser.format(name, is_head=is_head) for name in names]

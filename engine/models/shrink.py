@@ -103,10 +103,12 @@ def _heads(values: dict[str, Any], config: Any) -> dict[str, int]:
 
 
 def draw_weights(tree: nn.Module, seed: int = 7) -> None:
-    """Random weights under which attention, norms and experts all move the logits."""
+    """Random weights under which attention, norms and experts all move the logits; likewise buffers of checkpoints."""
     fill_dummy(tree, seed)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in tree.parameters():
+    persistent = tree.state_dict(keep_vars=True).keys()
+    buffers = [buffer for name, buffer in tree.named_buffers() if name in persistent and buffer.is_floating_point()]
+    for parameter in (*tree.parameters(), *buffers):
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)

@@ -26,6 +26,7 @@ from engine.models.gguf import GgufFile
 from engine.models.gguf_quantised import own_format
 from engine.models.quantised import QuantFormat, QuantisedWeight
 from engine.models.source import Source, read_json
+from engine.models.tensor_names import CHOOSERS
 from engine.models.user_cache import cache_root, check_room, content_hash, write_atomically, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class FolderWeights(_Folder):
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for shard in self._shards:
             for name, tensor in shard.tensors():
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                yield name, _in_dtype(name, tensor, dtype)
 
     def streamed(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         return _Streamed(self._shards, dtype)
@@ -143,6 +144,11 @@ class FolderWeights(_Folder):
         return digest.hexdigest()
 
 
+def _in_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What decides between experts stays as it is: who needs it in 16 bits rounds it."""
+    return tensor.to(dtype) if tensor.is_floating_point() and not name.endswith(CHOOSERS) else tensor
+
+
 class _Streamed(Mapping[str, Tensor]):
     """Tensors of safetensors files, each read when somebody looks at its numbers and turned into `dtype` when it is
     asked for."""
@@ -152,8 +158,7 @@ class _Streamed(Mapping[str, Tensor]):
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._reader_of[name](name)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return _in_dtype(name, self._reader_of[name](name), self._dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self._reader_of

@@ -21,6 +21,7 @@ from engine.models.fused_recipe import (
     POST_NORMS,
     PRE_NORMS,
     SANDWICH_NORMS,
+    SHARED_MLPS,
     UNGATED_CONVOLVED,
     ExpertsRecipe,
     FusedRecipe,
@@ -109,6 +110,17 @@ RECIPES: dict[str, FusedRecipe] = {
 # of which norms span all heads together
 WIDE_NORMS = frozenset({"norms_behind"})
 EXPERTS = replace(PLAIN, experts=ExpertsRecipe(8, 2, True))
+MIXTURES = {
+    "experts": EXPERTS,
+    "gated_shared": replace(
+        PLAIN, experts=ExpertsRecipe(8, 2, False, shared=SHARED_MLPS[0], has_shared_gate=True), activation="gelu"
+    ),
+    "corrected": replace(
+        PLAIN,
+        experts=ExpertsRecipe(8, 3, True, "sigmoid", 2.5, has_correction=True, shared=SHARED_MLPS[1], is_exact=True),
+        layers=(LayerRecipe(None, 0, is_dense=True), LayerRecipe(None, 0), LayerRecipe(None, 0)),
+    ),
+}
 
 
 def draw_tensors(
@@ -138,6 +150,8 @@ def draw_tensors(
         "c_fc": (intermediate, hidden),
         "c_proj": (hidden, intermediate),
         "gate": (0 if recipe.experts is None else recipe.experts.count, hidden),
+        "shared_expert_gate": (1, hidden),
+        "e_score_correction_bias": (0 if recipe.experts is None else recipe.experts.count,),
     }
     tensors = {}
     for name in recipe.tensor_names():

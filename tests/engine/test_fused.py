@@ -29,11 +29,12 @@ from engine.models.recipe import derive_recipe
 from engine.models.self_check import PagedRun, check_in_small
 from engine.models.served_size import served_bytes
 from engine.models.tree import TreeModel
-from tests.engine.recipes import EXPERTS, RECIPES, WIDE_NORMS, Stepwise, draw_tensors
+from tests.engine.recipes import MIXTURES, RECIPES, WIDE_NORMS, Stepwise, draw_tensors
 from tests.engine.tiny_configs import (
     CONFIGS,
     FUSED,
     NATIVE,
+    STEPWISE,
     Way,
     paged_backbone,
     plain_logits,
@@ -116,13 +117,16 @@ def test_the_way_each_family_takes(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_in_bfloat16_it_is_nearer_to_float32_than_the_swapped_tree(name: str) -> None:
-    """Which rounds where transformers rounds; the fused decoder's residual stream is float32."""
-    ids = tokens(41)
+    """Which rounds where transformers rounds; the fused decoder's residual stream is float32. Of a mixture the best
+    quarter of the rows counts: where two experts are nearly equal, either way may choose otherwise."""
+    prompts = [tokens(41, seed) for seed in range(1, 6 if name in STEPWISE else 2)]
     tree = plain_tree(name, torch.bfloat16).float()
-    exact = plain_logits(tree, ids)
+    exact = torch.cat([plain_logits(tree, ids) for ids in prompts])
     ways: tuple[Way, ...] = ("swapped", "fused")
     runs = [PagedRun(paged_backbone(name, NativeAttention(), way, torch.bfloat16)) for way in ways]
-    swapped, fused = (float((run.step([(0, ids)])[0] - exact).square().mean().sqrt()) for run in runs)
+    logits = [torch.cat([run.step([(index, ids)])[0] for index, ids in enumerate(prompts)]) for run in runs]
+    rows = [(each - exact).square().mean(-1) for each in logits]
+    swapped, fused = (float(row.quantile(0.25) if name in STEPWISE else row.mean()) for row in rows)
     assert 0 < fused < swapped
 
 
@@ -162,10 +166,10 @@ def test_a_recipe_knows_the_tensors_it_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*RECIPES, "experts"])
+@pytest.mark.parametrize("name", [*RECIPES, *MIXTURES])
 def test_the_size_is_known_from_the_shapes(name: str, dtype: torch.dtype) -> None:
-    one = EXPERTS if name == "experts" else RECIPES[name]
-    tensors = draw_tensors(one, dtype, biases=name != "experts", wide_norms=name in WIDE_NORMS)
+    one = (RECIPES | MIXTURES)[name]
+    tensors = draw_tensors(one, dtype, biases=name in RECIPES, wide_norms=name in WIDE_NORMS)
     shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
     assert FusedModel(one, tensors, NativeAttention(), 64).weight_bytes == served_bytes(one, shapes, None, dtype)
 

@@ -36,6 +36,13 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 WIDE = {key: value for key, value in BASE.items() if key != "head_dim"} | {"hidden_size": 384}
 # transformers' products of experts in bfloat16 want multiples of eight
 MIXED = BASE | {"hidden_size": 72, "intermediate_size": 104}
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+GRANITE_NUMBERS = {
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.3,
+    "logits_scaling": 6.0,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**BASE, "model_type": "llama"},
@@ -82,14 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {**WIDE, "model_type": "olmo2"},
     "olmo3": {**WIDE, "model_type": "olmo3", "sliding_window": 8, "layer_types": SLIDING},
-    "granite": {
-        **WIDE,
-        "model_type": "granite",
-        "attention_multiplier": 0.125,
-        "residual_multiplier": 0.22,
-        "embedding_multiplier": 12.3,
-        "logits_scaling": 6.0,
-    },
+    "granite": {**WIDE, **GRANITE_NUMBERS, "model_type": "granite"},
     "smollm3": {**WIDE, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
     "glm4": {**BASE, "model_type": "glm4", "partial_rotary_factor": 0.5},
     "exaone4": {**BASE, "model_type": "exaone4", "sliding_window": 8, "layer_types": SLIDING},
@@ -124,6 +124,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {**MIXED, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **WIDE,
+        **FEW_EXPERTS,
+        "intermediate_size": 104,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 56,
+        "norm_topk_prob": False,
+    },
+    "glm4_moe": {
+        **MIXED,
+        **FEW_EXPERTS,
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {
+        **MIXED,
+        **FEW_EXPERTS,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "minimax_m2": {**MIXED, **FEW_EXPERTS, "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 32},
+    "granitemoeshared": {
+        **WIDE,
+        **GRANITE_NUMBERS,
+        "intermediate_size": 104,
+        "model_type": "granitemoeshared",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 56,
+    },
     "gpt_oss": {**BASE, "model_type": "gpt_oss", "sliding_window": 8, "layer_types": SLIDING, "num_local_experts": 4},
     "llama4": {
         **BASE,
@@ -140,7 +178,9 @@ NATIVE = (
     *("phi3", "phi3_longrope", "olmo2", "olmo3", "granite", "smollm3", "exaone4", "seed_oss", "glm4", "ernie4_5"),
     *("cohere", "cohere2", "starcoder2", "stablelm"),
 )
-STEPWISE = ("mixtral", "qwen3_moe", "olmoe")  # fused, but not one native call
+STEPWISE = (  # fused, but not one native call
+    *("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "granitemoeshared"),
+)
 FUSED = (*NATIVE, *STEPWISE)
 CLAIMED = (
     *("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "olmo2"),
