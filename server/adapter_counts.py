@@ -94,7 +94,9 @@ class AdapterCounts(Collector):
             PREFIX + "requests_running", "Requests that have a row in the batch, by LoRA adapter.", labels=["adapter"]
         )
         waiting = GaugeMetricFamily(
-            PREFIX + "requests_waiting", "Requests that wait for their first step, by adapter.", labels=["adapter"]
+            PREFIX + "requests_waiting",
+            "Requests that wait for their first step, by LoRA adapter.",
+            labels=["adapter"],
         )
         for label, count in counts:
             num_running = count.num_running
