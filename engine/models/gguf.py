@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,14 @@ class TensorInfo:
     def num_elements(self) -> int:
         return prod(self.shape)
 
+    def along_first(self) -> list[TensorInfo]:
+        """The tensors of which it is made, one after another; quantised or not, none shares a block with the next."""
+        count, num_bytes = self.shape[0], self.num_bytes // self.shape[0]
+        return [
+            replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+            for index in range(count)
+        ]
+
 
 class GgufFile:
     """An opened file. metadata: key -> bool, int, float, str or a list of one of them."""
@@ -67,7 +75,10 @@ class GgufFile:
 
     def data(self, name: str) -> np.ndarray:
         """The tensor's stored bytes, [num_bytes] uint8, read-only view of the file."""
-        info = self.tensors[name]
+        return self.data_of(self.tensors[name])
+
+    def data_of(self, info: TensorInfo) -> np.ndarray:
+        """Likewise, of a tensor or a part of one."""
         return np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
 
     def _read_header(self) -> None:

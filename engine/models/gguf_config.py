@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from engine.models.gguf import GgufError, GgufFile
+from engine.models.tensor_names import MIXTRAL, PLAIN_DIALECT, Dialect
 
 HfConfig = dict[str, Any]
 
@@ -27,6 +28,7 @@ class Family:
     permuted: q and k rows are stored in the order of rotating neighbouring pairs and must be put back.
     norm_offset: stored norm weights are this much larger than transformers'.
     extra: further config entries, from the file and the common config.
+    dialect: of the tensors' names.
     """
 
     model_type: str
@@ -34,6 +36,7 @@ class Family:
     permuted: bool = False
     norm_offset: float = 0.0
     extra: Callable[[_Fields, HfConfig], HfConfig] | None = None
+    dialect: Dialect = PLAIN_DIALECT
 
 
 class _Fields:
@@ -66,16 +69,17 @@ class _Fields:
 def family(gguf: GgufFile) -> Family:
     """Raises GgufError for an architecture that is not listed."""
     name = gguf.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES | MIXTURES:
         raise GgufError(
             f"GGUF files of the architecture {str(name)[:60]!r} are not supported (supported: "
-            f"{', '.join(sorted(FAMILIES))}); a folder with safetensors may be."
+            f"{', '.join(sorted(FAMILIES | MIXTURES))}); a folder with safetensors may be."
         )
-    if any("_exps." in tensor for tensor in gguf.tensors):
-        raise GgufError(f"{gguf.path} is a mixture-of-experts model, which is not supported in GGUF.")
     if (parts := gguf.metadata.get("split.count", 1)) != 1:
         raise GgufError(f"{gguf.path} is one of {parts} parts of a model: join them first (llama-gguf-split --merge).")
-    return FAMILIES[name]
+    families = MIXTURES if any("_exps." in tensor for tensor in gguf.tensors) else FAMILIES
+    if name not in families or (families is MIXTURES and _EXPERTS not in gguf.tensors):
+        raise GgufError(f"{gguf.path} is a mixture of experts (or none) in a way that is not supported for {name!r}.")
+    return families[name]
 
 
 def hf_config(gguf: GgufFile) -> HfConfig:
@@ -224,6 +228,41 @@ def _granite(fields: _Fields, config: HfConfig) -> HfConfig:
     }
 
 
+def _mixture(fields: _Fields, config: HfConfig) -> HfConfig:
+    """llama.cpp has in code whether the weights of those chosen are divided by their sum."""
+    tensors = fields.gguf.tensors
+    count = fields.count("expert_count")
+    if len(tensors[_EXPERTS].shape) != 3 or tensors[_EXPERTS].shape[0] != count:
+        raise GgufError(f"{fields.gguf.path} has {_EXPERTS} of another shape than {count} experts have.")
+    width = tensors[_EXPERTS].shape[1]
+    chosen = {"num_experts_per_tok": fields.count("expert_used_count"), "norm_topk_prob": False}
+    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
+    if shared is not None:
+        chosen["shared_expert_intermediate_size"] = shared.shape[0]
+    return {"num_experts": count, "moe_intermediate_size": width} | chosen
+
+
+def _normalised(fields: _Fields, config: HfConfig) -> HfConfig:
+    return _mixture(fields, config) | {"norm_topk_prob": True}
+
+
+def _olmoe(fields: _Fields, config: HfConfig) -> HfConfig:
+    mixture = _mixture(fields, config)
+    return mixture | {
+        "intermediate_size": mixture["moe_intermediate_size"],
+        "clip_qkv": fields.get("attention.clamp_kqv"),
+    }
+
+
+def _mixtral(fields: _Fields, config: HfConfig) -> HfConfig:
+    mixture = _mixture(fields, config)
+    return {
+        "num_local_experts": mixture["num_experts"],
+        "num_experts_per_tok": mixture["num_experts_per_tok"],
+        "intermediate_size": mixture["moe_intermediate_size"],
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", permuted=True),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", permuted=True),
@@ -235,4 +274,11 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", norm_offset=1.0, extra=_gemma),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", norm_offset=1.0, extra=_gemma2),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0, extra=_gemma3),
+}
+_EXPERTS = "blk.0.ffn_gate_exps.weight"
+MIXTURES: dict[str, Family] = {  # where the file has experts
+    "llama": Family("mixtral", "MixtralForCausalLM", permuted=True, extra=_mixtral, dialect=MIXTRAL),
+    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", extra=_mixture),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", extra=_normalised),
+    "olmoe": Family("olmoe", "OlmoeForCausalLM", extra=_olmoe),
 }

@@ -3,12 +3,15 @@
 * Rotary pairs. Files made for llama.cpp's first rotary kernel hold each head's q and k rows as pairs
   (0, half), (1, half + 1), ...; transformers rotates row i with row i + half, so the rows are put back.
 * Gemma's norms multiply by 1 + weight; the file stores the sum.
+
+Experts are stored in one tensor of all; here each has its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,28 +36,53 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_ALL_EXPERTS = ".*."
+_MOST_EXPERTS = 4096
 _DERIVED = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def parameter_names(gguf: GgufFile) -> dict[str, str]:
-    """GGUF tensor name -> transformers parameter name, for every tensor that is one. Raises GgufError for tensors
-    that no parameter takes: leaving weights out would answer nonsense."""
-    names = {name: _parameter_name(name, gguf.tensors) for name in gguf.tensors if name not in _DERIVED}
-    unknown = [name for name, parameter in names.items() if parameter is None]
-    if unknown:
-        raise GgufError(f"{gguf.path} has the tensor {unknown[0]}, which has no place in a known model.")
-    return {name: parameter for name, parameter in names.items() if parameter is not None}
+def parameters(gguf: GgufFile, kind: Family) -> dict[str, TensorInfo]:
+    """By the parameter's name in transformers' checkpoints: what is stored, of the tensors of all experts each one's
+    part. Raises GgufError for tensors that no parameter takes: leaving weights out would answer nonsense."""
+    found: dict[str, TensorInfo] = {}
+    for name, info in gguf.tensors.items():
+        parameter = None if name in _DERIVED else _parameter_name(name, gguf.tensors)
+        if parameter is not None and _ALL_EXPERTS in parameter:
+            if len(info.shape) != 3 or info.shape[0] > _MOST_EXPERTS:
+                raise GgufError(f"{gguf.path} has the tensor {name} of shape {info.shape}, which is none of experts.")
+            parts = {
+                parameter.replace(_ALL_EXPERTS, f".{index}."): part for index, part in enumerate(info.along_first())
+            }
+            found |= {kind.dialect.theirs(part): stored for part, stored in parts.items()}
+        elif parameter is not None:
+            found[kind.dialect.theirs(parameter)] = _as_matrix(info) if "shared_expert_gate" in parameter else info
+        elif name not in _DERIVED:
+            raise GgufError(f"{gguf.path} has the tensor {name}, which has no place in a known model.")
+    return found
+
+
+def _as_matrix(info: TensorInfo) -> TensorInfo:
+    """One row, which is stored without saying so."""
+    return replace(info, shape=(1, *info.shape)) if len(info.shape) == 1 else info
 
 
 def parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig, dtype: torch.dtype) -> Tensor:
     """One tensor as transformers has it: [*info.shape] dtype, memory of its own."""
     offset = kind.norm_offset if info.name.endswith("norm.weight") else 0.0
-    value = dequantize(gguf.data(info.name), info.kind, info.shape, torch.float32 if offset else dtype)
+    value = dequantize(gguf.data_of(info), info.kind, info.shape, torch.float32 if offset else dtype)
     if offset:
         value = (value - offset).to(dtype)
     num_heads = _permuted_heads(gguf, info, kind, config)
@@ -63,7 +91,7 @@ def parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig, 
 
 def quantised_parameter(gguf: GgufFile, info: TensorInfo, kind: Family, config: HfConfig) -> QuantisedWeight | None:
     """One matrix in its own precision; None if it is floating point. Raises GgufError, StartError."""
-    weight = own_precision(gguf.data(info.name), info.kind, info.shape)
+    weight = own_precision(gguf.data_of(info), info.kind, info.shape)
     num_heads = None if weight is None else _permuted_heads(gguf, info, kind, config)
     if weight is None or num_heads is None:
         return weight

@@ -37,21 +37,23 @@ class Dialect(NamedTuple):
 
 
 _CORRECTION = f".mlp.gate.{CHOOSING}"
+PLAIN_DIALECT = Dialect()
+MIXTRAL = Dialect(  # and MiniMax-M2, in files
+    (
+        (_CORRECTION, f".block_sparse_moe.{CHOOSING}"),
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    )
+)
 DIALECTS = (
-    Dialect(),
+    PLAIN_DIALECT,
     Dialect(((".mlp.shared_experts.", ".mlp.shared_expert."),)),  # Qwen2-MoE
     Dialect(((_CORRECTION, f".mlp.{CHOOSING}"),)),  # MiniMax-M2 in a tree, EXAONE-MoE in files
     Dialect(((_CORRECTION, f".mlp.gate.moe_statics.{CHOOSING}"),)),  # Ernie 4.5 in a tree
     Dialect(((_CORRECTION, f".mlp.moe_statics.{CHOOSING}"),)),  # in files
-    Dialect(  # Mixtral's and MiniMax-M2's files
-        (
-            (_CORRECTION, f".block_sparse_moe.{CHOOSING}"),
-            (".mlp.", ".block_sparse_moe."),
-            (".gate_proj.", ".w1."),
-            (".up_proj.", ".w3."),
-            (".down_proj.", ".w2."),
-        )
-    ),
+    MIXTRAL,
     Dialect(  # GraniteMoE in a tree
         (
             (".mlp.gate.", ".block_sparse_moe.router."),

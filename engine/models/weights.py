@@ -22,11 +22,11 @@ from torch import Tensor
 
 from engine.config import LoadFormat, StartError
 from engine.models import config_facts, gguf_config, gguf_tensors, safetensors_files
-from engine.models.gguf import GgufFile
+from engine.models.gguf import GgufFile, TensorInfo
 from engine.models.gguf_quantised import own_format
 from engine.models.quantised import QuantFormat, QuantisedWeight
 from engine.models.source import Source, read_json
-from engine.models.tensor_names import CHOOSERS
+from engine.models.tensor_names import CHOOSERS, stored_name
 from engine.models.user_cache import cache_root, check_room, content_hash, write_atomically, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -178,9 +178,8 @@ class GgufWeights(Weights):
         self.gguf_metadata = self.gguf.metadata
         self.hf_config = gguf_config.hf_config(self.gguf)
         self.generation_config = gguf_config.generation_config(self.gguf)
-        names = gguf_tensors.parameter_names(self.gguf)
-        self._names = {parameter: name for name, parameter in names.items()}
-        self.shapes = {parameter: self.gguf.tensors[name].shape for parameter, name in self._names.items()}
+        self._infos = gguf_tensors.parameters(self.gguf, gguf_config.family(self.gguf))
+        self.shapes = {parameter: info.shape for parameter, info in self._infos.items()}
         self.content_hash = content_hash(path, root)
         self._folder = root / "gguf" / self.content_hash[:32]
 
@@ -206,15 +205,19 @@ class GgufWeights(Weights):
         return _Derived(self, dtype)
 
     def quantised(self, name: str) -> QuantisedWeight | None:
-        info = self.gguf.tensors[self._names[name]]
+        info = self._info(name)
         return gguf_tensors.quantised_parameter(self.gguf, info, gguf_config.family(self.gguf), self.hf_config)
 
     def quantised_format(self, name: str) -> QuantFormat | None:
-        return own_format(self.gguf.tensors[self._names[name]].kind)
+        return own_format(self._info(name).kind)
+
+    def _info(self, name: str) -> TensorInfo:
+        """name: in whatever dialect. Raises KeyError."""
+        return self._infos[stored_name(name, self._infos) or name]
 
     def derive(self, name: str, dtype: torch.dtype) -> Tensor:
         """One parameter in `dtype`, past the cache. Raises KeyError, GgufError."""
-        info = self.gguf.tensors[self._names[name]]
+        info = self._info(name)
         return gguf_tensors.parameter(self.gguf, info, gguf_config.family(self.gguf), self.hf_config, dtype)
 
     def _cached(self, path: Path) -> safetensors_files.Shard | None:
@@ -228,7 +231,7 @@ class GgufWeights(Weights):
         return shard if shard.shapes == self.shapes else None
 
     def _derived(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        for name in self._names:
+        for name in self._infos:
             yield self.derive(name, dtype)
 
 

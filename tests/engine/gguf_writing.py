@@ -86,12 +86,36 @@ def as_gguf(
             value = interleaved(value, permuted_heads[1])
         if norm_offset and name.endswith("norm.weight"):
             value = value + np.float32(norm_offset)
-        stored = f"{names.get_name(stem)}.{suffix}"
-        if quantisation is not None and value.ndim == 2:
-            tensors[stored] = (quantize(value, quantisation), quantisation)
-        else:
-            tensors[stored] = value
+        for part, rows in _gate_and_up(stem, suffix, value).items():
+            stored = f"{names.get_name(part)}.weight" if value.ndim == 3 else f"{names.get_name(part)}.{suffix}"
+            is_exact = stem.endswith((".mlp.gate", ".shared_expert_gate"))
+            if quantisation is not None and value.ndim > 1 and not is_exact:
+                tensors[stored] = (quantize(rows, quantisation), quantisation)
+            else:
+                tensors[stored] = rows.squeeze()
     return write_gguf(path, architecture, VOCABULARY | metadata, tensors)
+
+
+def _gate_and_up(stem: str, suffix: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """Of all experts: in a tree joined, in files apart; what else there is as it is."""
+    if value.ndim < 3:
+        return {stem: value}
+    if suffix == "down_proj":
+        return {f"{stem}.{suffix}": value}
+    gate, up = np.split(value, 2, axis=1)
+    return {f"{stem}.gate_proj": gate, f"{stem}.up_proj": up}
+
+
+def as_in_files(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tree's parameters as checkpoints have them: every expert's matrices apart."""
+    apart: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        stem, _, suffix = name.rpartition(".")
+        for part, rows in _gate_and_up(stem, suffix, value.numpy()).items():
+            each = {part.replace(".experts.", f".experts.{i}."): row for i, row in enumerate(rows)}
+            made = {f"{path}.weight": row for path, row in each.items()} if value.dim() == 3 else {name: value.numpy()}
+            apart |= {path: torch.from_numpy(row) for path, row in made.items()}
+    return apart
 
 
 def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:

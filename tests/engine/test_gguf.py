@@ -16,13 +16,17 @@ from transformers import AutoConfig
 
 from engine.config import StartError
 from engine.models.gguf import GgufError, GgufFile
-from engine.models.gguf_config import FAMILIES, generation_config, hf_config
+from engine.models.gguf_config import FAMILIES, MIXTURES, generation_config, hf_config
 from engine.models.source import resolve_source
+from engine.models.tensor_names import MIXTRAL
 from engine.models.weights import open_weights
 from engine.tokenizer_files import open_tokenizer
-from tests.engine.gguf_writing import TOKENS, VOCABULARY, as_gguf, metadata_of, tiny_model, write_gguf
+from tests.engine.gguf_writing import TOKENS, VOCABULARY, as_gguf, as_in_files, metadata_of, tiny_model, write_gguf
 
-# GGUF architecture -> (transformers model type, further config, further metadata, norms stored with 1 added)
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERT_COUNTS = {"expert_count": 4, "expert_used_count": 2}
+
+# GGUF architecture, perhaps more -> (transformers model type, further config, metadata, norms stored with 1 added)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "llama": ("llama", {"tie_word_embeddings": False, "attention_bias": False}, {}, 0.0),
     "smollm3": ("smollm3", {}, {}, 0.0),
@@ -35,6 +39,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "qwen2": ("qwen2", {}, {}, 0.0),
     "qwen3": ("qwen3", {}, {}, 0.0),
     "olmo2": ("olmo2", {}, {}, 0.0),
+    "qwen2moe": (
+        "qwen2_moe",
+        _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False},
+        _EXPERT_COUNTS,
+        0.0,
+    ),
+    "qwen3moe": ("qwen3_moe", _EXPERTS | {"norm_topk_prob": True}, _EXPERT_COUNTS, 0.0),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, _EXPERT_COUNTS, 0.0),
+    "llama with experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, _EXPERT_COUNTS, 0.0),
     "phi3": ("phi3", {"sliding_window": 16}, {"attention.sliding_window": 16}, 0.0),
     "gemma": ("gemma", {}, {}, 1.0),
     "gemma2": (
@@ -52,9 +65,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("architecture", sorted(CASES))
-def test_round_trip_of_an_architecture(architecture: str, tmp_path: Path) -> None:
-    model_type, settings, metadata, norm_offset = CASES[architecture]
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_round_trip_of_an_architecture(case: str, tmp_path: Path) -> None:
+    model_type, settings, metadata, norm_offset = CASES[case]
+    architecture = case.partition(" ")[0]
     config, parameters = tiny_model(model_type, **settings)
     permuted = (4, 2) if architecture in ("llama", "smollm3", "granite") else None
     path = as_gguf(
@@ -66,6 +80,9 @@ def test_round_trip_of_an_architecture(architecture: str, tmp_path: Path) -> Non
         norm_offset=norm_offset,
     )
     weights = open_weights(resolve_source(str(path)), cache_dir=str(tmp_path / "cache"))
+    parameters = as_in_files(parameters)
+    if model_type == "mixtral":
+        parameters = {MIXTRAL.theirs(name): value for name, value in parameters.items()}
     got = dict(weights.tensors(torch.float32))
     assert got.keys() == parameters.keys()
     for name, value in parameters.items():
@@ -78,7 +95,7 @@ def test_round_trip_of_an_architecture(architecture: str, tmp_path: Path) -> Non
 
 
 def test_every_family_is_tested() -> None:
-    assert set(CASES) == set(FAMILIES)
+    assert {case.partition(" ")[0] for case in CASES} == FAMILIES.keys() | MIXTURES.keys()
 
 
 def test_llama3_positions_are_found_again(tmp_path: Path) -> None:
@@ -191,6 +208,29 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
     tensors = {name: np.zeros((4, 32), np.float32) for name in ("token_embd.weight", "blk.0.mystery.weight")}
     path = write_gguf(tmp_path / "a.gguf", "llama", VOCABULARY | metadata_of("llama"), tensors)
     with pytest.raises(StartError, match=r"blk\.0\.mystery\.weight"):
+        open_all(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "message"),
+    [
+        ("gemma", "blk.0.ffn_gate_exps.weight", (4, 8, 32), "not supported for 'gemma'"),
+        ("qwen2moe", "blk.0.ffn_up_exps.weight", (4, 8, 32), "not supported for 'qwen2moe'"),
+        ("qwen2moe", "blk.0.ffn_gate_exps.weight", (3, 8, 32), "another shape than 4 experts"),
+        ("qwen2moe", "blk.0.ffn_gate_exps.weight", (8, 32), "another shape than 4 experts"),
+        ("qwen2moe", "blk.0.ffn_down_exps.weight", (8, 32), "none of experts"),
+        ("qwen2moe", "blk.0.ffn_down_exps.weight", (5000, 1, 1), "none of experts"),
+    ],
+)
+def test_experts_that_fit_nothing(
+    architecture: str, name: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    tensors = {"token_embd.weight": np.zeros((len(TOKENS), 32), np.float32)}
+    if "down" in name:
+        tensors["blk.0.ffn_gate_exps.weight"] = np.zeros((4, 8, 32), np.float32)
+    metadata = VOCABULARY | metadata_of(architecture, **_EXPERT_COUNTS)
+    path = write_gguf(tmp_path / "a.gguf", architecture, metadata, tensors | {name: np.zeros(shape, np.float32)})
+    with pytest.raises(StartError, match=message):
         open_all(path)
 
 
