@@ -38,13 +38,14 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
                        const std::vector<int64_t> sizes, const std::vector<int64_t> windows,
                        const std::vector<int64_t> ropes, const std::vector<double> numbers,
                        const std::vector<double> eps, std::string variants, std::string activation);
+void decoder_adapt(int64_t handle, const std::vector<Tensor> low_ranks, const std::vector<int64_t> ranks);
 int64_t decoder_step_bytes(int64_t handle, int64_t num_tokens, int64_t num_wanted);
 void decoder_destroy(int64_t handle);
 void decoder_attach(int64_t handle, const std::vector<Tensor> ropes, const std::vector<Tensor> key_caches,
                     const std::vector<Tensor> value_caches);
 Tensor decoder_forward(int64_t handle, const Tensor input_ids, const Tensor positions, const Tensor block_tables,
                        const Tensor query_start_loc, const Tensor seq_lens, const Tensor slot_mapping,
-                       const std::optional<Tensor> logits_indices);
+                       const std::optional<Tensor> logits_indices, const std::vector<int64_t> spans);
 
 Tensor rms_norm(const Tensor x, const Tensor weight, double eps, std::string variant);
 Tensor fused_add_rms_norm(const Tensor x, Tensor residual, const Tensor weight, double eps, std::string variant);

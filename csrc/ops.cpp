@@ -32,11 +32,12 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
       "decoder_create(Tensor[] ends, Tensor[] layers, int[] sizes, int[] windows, int[] ropes, float[] numbers, "
       "float[] eps, str variants, str activation) -> int");
   library.def("decoder_step_bytes(int handle, int num_tokens, int num_wanted) -> int");
+  library.def("decoder_adapt(int handle, Tensor[] low_ranks, int[] ranks) -> ()");
   library.def("decoder_destroy(int handle) -> ()");
   library.def("decoder_attach(int handle, Tensor[] ropes, Tensor[] key_caches, Tensor[] value_caches) -> ()");
   library.def(
       "decoder_forward(int handle, Tensor input_ids, Tensor positions, Tensor block_tables, Tensor query_start_loc, "
-      "Tensor seq_lens, Tensor slot_mapping, Tensor? logits_indices) -> Tensor");
+      "Tensor seq_lens, Tensor slot_mapping, Tensor? logits_indices, int[] spans) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float eps, str variant) -> Tensor");
   library.def("fused_add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, str variant) -> Tensor");
   library.def("activation(Tensor x, str kind) -> Tensor");
@@ -116,6 +117,7 @@ STABLE_TORCH_LIBRARY_IMPL(pagemill, CPU, library) {
   library.impl("linear_quant", TORCH_BOX(&pagemill::linear_quant));
   library.impl("embed_quant", TORCH_BOX(&pagemill::embed_quant));
   library.impl("decoder_create", TORCH_BOX(&pagemill::decoder_create));
+  library.impl("decoder_adapt", TORCH_BOX(&pagemill::decoder_adapt));
   library.impl("decoder_attach", TORCH_BOX(&pagemill::decoder_attach));
   library.impl("decoder_forward", TORCH_BOX(&pagemill::decoder_forward));
   library.impl("rms_norm", TORCH_BOX(&pagemill::rms_norm));

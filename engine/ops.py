@@ -228,6 +228,17 @@ def decoder_create(
     return handle
 
 
+def decoder_adapt(
+    handle: int,
+    low_ranks: Sequence[Tensor],  # per layer A and B of qkv, output, gate_up and down, from pack_linear; empty: none
+    ranks: Sequence[int],  # of each of these pairs; 0: none
+) -> None:
+    """One more adapter, which spans of forwards may name by its place from 1: tokens in them get (x A^T) B^T added to
+    a product before it is rounded, and before its gate. B's rows are those of the weight, of a gated one as its panels
+    hold them: 16 of the gate, then theirs of the up half, padding included."""
+    _ops.decoder_adapt(handle, list(low_ranks), list(ranks))
+
+
 def decoder_destroy(handle: int) -> None:
     """Let go of everything the handle keeps. A forward in progress ends first; unknown handles are ignored."""
     _ops.decoder_destroy(handle)
@@ -258,12 +269,13 @@ def decoder_forward(
     seq_lens: Tensor,
     slot_mapping: Tensor,  # as in reshape_and_cache
     logits_indices: Tensor | None,  # [num_rows], int64: tokens, in any order and number
+    spans: Sequence[int] = (),  # three numbers each, ascending: adapter from 1, first token, end
 ) -> Tensor:
     """One step: logits [num_rows, vocabulary], float32; without indices the hidden states [num_tokens, hidden_size]
     behind the last norm. K and V of every token go to the caches. Runs on torch.get_num_threads() threads of csrc's
     own, the calling one among them, without the interpreter's lock."""
     out: Tensor = _ops.decoder_forward(
-        handle, input_ids, positions, block_tables, query_start_loc, seq_lens, slot_mapping, logits_indices
+        handle, input_ids, positions, block_tables, query_start_loc, seq_lens, slot_mapping, logits_indices, spans
     )
     return out
 

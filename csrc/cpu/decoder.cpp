@@ -4,20 +4,20 @@
 // Per layer: product (q, k, v), heads (norm, rotation, cache write), attention, product (output), residual sum and norm,
 // product (gate, up; with the activation), product (down), residual sum and norm. A stage
 // costs well under a microsecond when there is nothing to do, so what is tiny stands on its own instead of being computed
-// by every thread for itself.
+// by every thread for itself. A product to which adapters add is two stages: the plain product in float32, then row by row
+// what the row's adapter adds, the rounding and the gate. Rows without an adapter are rounded from the same sums as ever.
 #include "cpu/decoder.h"
 
 #include "cpu/scratch.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 namespace pagemill {
 namespace {
 
-constexpr int64_t kWideBytes = sizeof(float);  // an element of the residual stream
 constexpr int64_t kElementsPerPiece = 4096;  // of element-wise work: about a microsecond
+constexpr int64_t kAdaptedRows = 32;         // at most, in a piece: how often an adapter's weights are read
 constexpr int64_t kCutAbove = 500000;        // multiply-adds of attention that are worth a second thread
 
 int64_t rows_per_piece(int64_t width) { return 1 + kElementsPerPiece / width; }
@@ -33,6 +33,7 @@ struct Step {
   DecoderSteps::Rows rows;
   Stages& stages;
   bool is_narrowed;  // fewer rows than tokens pass the last layer's second half
+  std::vector<AdapterSpan> narrowed;  // spans of these
 };
 
 // One thread's way through it.
@@ -41,7 +42,7 @@ class Walk {
   explicit Walk(Step& step)
       : step_(step), model_(step.model), batch_(step.batch), rows_(step.rows), num_rows_(step.batch.num_tokens),
         bytes_(element_bytes(step.model.type)), heads_width_((model_.num_query_heads + 2 * model_.num_kv_heads) *
-        model_.head_dim) {}
+        model_.head_dim), spans_(&step.batch.spans) {}
 
   void run() {
     embed();
@@ -89,6 +90,7 @@ class Walk {
   }
 
   void multiply(const Product& product, const char* x, char* out, bool float32_out = false) {
+    if (is_adapted(product)) return multiply_adapted(product, x, out, float32_out);
     const bool bf16 = model_.type == ElementType::bf16, bf16_out = bf16 && !float32_out;
     const int64_t in = product.in_features;
     LinearArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features, bf16, bf16_out,
@@ -101,6 +103,77 @@ class Walk {
       if (product.is_quantised) step_.table.linear_quant(args, product.format, next);
       else step_.table.linear(args, next);
     });
+  }
+
+  bool is_adapted(const Product& product) const {
+    return std::any_of(spans_->begin(), spans_->end(), [&](const AdapterSpan& span) {
+      return !product.added.empty() && product.added[static_cast<size_t>(span.adapter)].a != nullptr;
+    });
+  }
+
+  void multiply_adapted(const Product& product, const char* x, char* out, bool float32_out) {
+    const bool bf16 = model_.type == ElementType::bf16;
+    const bool is_last_word = !product.is_gated && (float32_out || !bf16);  // the sums themselves are wanted
+    char* sums = is_last_word ? out : rows_.summed;
+    const int64_t in = product.in_features;
+    const LinearArgs args{x, in, product.packed, product.panel_bias, sums, num_rows_, in, product.panel_rows, bf16, false,
+                          step_.threads};
+    stage([&](int64_t* next) {
+      if (product.is_quantised) step_.table.linear_quant(args, product.format, next);
+      else step_.table.linear(args, next);
+    });
+    const int64_t shares = 2 * step_.threads;
+    const int64_t piece = std::clamp<int64_t>((num_rows_ + shares - 1) / shares, 1, kAdaptedRows);
+    stage([&](int64_t* next) {
+      draw(next, num_rows_, piece, [&](int64_t begin, int64_t end) {
+        add_low_ranks(product, x, sums, begin, end);
+        if (!is_last_word) finish(product, sums, out, begin, end);
+      });
+    });
+  }
+
+  // sums += (x @ a.T) @ b.T in rows [begin, end), each with its adapter's a and b.
+  void add_low_ranks(const Product& product, const char* x, char* sums, int64_t begin, int64_t end) {
+    const bool bf16 = model_.type == ElementType::bf16;
+    const int64_t in = product.in_features, width = product.panel_rows;
+    for (const AdapterSpan& span : *spans_) {
+      const LowRank& low = product.added[static_cast<size_t>(span.adapter)];
+      const int64_t first = std::max(begin, span.start), count = std::min(end, span.stop) - first;
+      if (count <= 0 || low.a == nullptr) continue;
+      char* inner = rows_.inner + first * model_.most_rank * bytes_;
+      char* rows = sums + first * width * kWideBytes;
+      int64_t drawn_a = 0, drawn_b = 0;  // all by this thread
+      const LinearArgs a{x + first * in * bytes_, in, low.a, nullptr, inner, count, in, low.rank, bf16, bf16, 1};
+      step_.table.linear(a, &drawn_a);
+      LinearArgs b{inner, low.rank, low.b, nullptr, rows, count, low.rank, width, bf16, false, 1};
+      b.epilogue = Epilogue::add;
+      b.residual = rows;
+      step_.table.linear(b, &drawn_b);
+    }
+  }
+
+  // From float32 sums in the order of panels to what the product gives: rounded, and through the gate.
+  void finish(const Product& product, char* sums, char* out, int64_t begin, int64_t end) {
+    const bool bf16 = model_.type == ElementType::bf16;
+    const int64_t width = product.panel_rows;
+    char* rounded = !bf16 ? sums : product.is_gated ? rows_.rounded : out;
+    if (bf16) {
+      NormArgs round = norm_args(RowNorm{}, sums, rounded, width);
+      round.type = model_.type;
+      round.is_wide = true;
+      step_.table.rms_norm(round, begin, end);
+    }
+    if (!product.is_gated) return;
+    const int64_t panels = width / kPanelColumns, bytes = product.out_features * bytes_;
+    const bool is_padded = product.out_features != panels * kGatedColumns;
+    for (int64_t row = begin; row < end; ++row) {
+      char* from = rounded + row * width * bytes_;
+      char* to = out + row * bytes;
+      const ActivationArgs args{from, is_padded ? from : to, kGatedColumns, model_.activation, model_.type};
+      // In place a panel's result ends before the next panel begins.
+      step_.table.gated_activation(args, 0, panels);
+      if (is_padded) std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
   }
 
   // In place: norms and rotation of the query and key heads, then K and V into the cache.
@@ -177,6 +250,7 @@ class Walk {
     rows_.residual = rows_.wanted_residual;
     if (model_.is_parallel) rows_.x = rows_.wanted_x;
     num_rows_ = batch_.num_wanted;
+    spans_ = &step_.narrowed;
   }
 
   // residual += projected, normed first where a norm stands behind the half; out, if any: the next norm of the sum, or
@@ -259,6 +333,7 @@ class Walk {
   const DecoderBatch& batch_;
   DecoderSteps::Rows rows_;
   int64_t num_rows_, bytes_, heads_width_;
+  const std::vector<AdapterSpan>* spans_;  // of the rows that are computed now
   int64_t stage_ = 0;
 };
 
@@ -271,11 +346,25 @@ bool takes_all_rows(const DecoderBatch& batch) {
   return true;
 }
 
+// Of the rows whose logits are wanted: runs of those with the same adapter.
+std::vector<AdapterSpan> narrowed(const DecoderBatch& batch) {
+  std::vector<AdapterSpan> runs;
+  for (int64_t row = 0; row < batch.num_wanted; ++row) {
+    for (const AdapterSpan& span : batch.spans) {
+      if (batch.wanted[row] < span.start || batch.wanted[row] >= span.stop) continue;
+      if (!runs.empty() && runs.back().adapter == span.adapter && runs.back().stop == row) ++runs.back().stop;
+      else runs.push_back({span.adapter, row, row + 1});
+    }
+  }
+  return runs;
+}
+
 }  // namespace
 
 void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, const KernelTable& table, int threads,
                        char* out) {
-  Step step{model, batch, table, threads, out, kinds_, lay_out(model, batch), stages_, !takes_all_rows(batch)};
+  Step step{model, batch, table, threads, out, kinds_, lay_out(model, batch), stages_, !takes_all_rows(batch),
+            narrowed(batch)};
   size_t num_kinds = 0;
   for (const DecoderLayer& layer : model.layers) {
     const auto end = kinds_.begin() + static_cast<int64_t>(num_kinds);
@@ -292,61 +381,6 @@ void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, con
   stages_.reset();
   run_team(threads, [](void* shared) { Walk(*static_cast<Step*>(shared)).run(); }, &step);
   stages_.rethrow();
-}
-
-namespace {
-
-struct Part {
-  char** place;
-  int64_t bytes;  // a multiple of 64
-};
-
-// One after another.
-std::array<Part, 9> parts_of(DecoderSteps::Rows& rows, const DecoderModel& model, int64_t num_tokens,
-                             int64_t num_wanted) {
-  const int64_t attended = model.num_query_heads * model.head_dim, heads = attended + 2 * model.num_kv_heads * model.head_dim;
-  const int64_t most = std::max(num_tokens, num_wanted);
-  const auto wide = [&](char*& place, int64_t count) {
-    return Part{&place, (count * model.hidden * kWideBytes + 127) / 64 * 64};
-  };
-  const auto part = [&](char*& place, int64_t count, int64_t width) {
-    return Part{&place, (count * width * element_bytes(model.type) + 127) / 64 * 64};
-  };
-  return {wide(rows.residual, num_tokens),
-          part(rows.x, most, model.hidden),
-          part(rows.heads, num_tokens, heads),
-          part(rows.attended, num_tokens, attended),
-          wide(rows.projected, most),
-          part(rows.activated, most, model.intermediate),
-          wide(rows.wanted_residual, num_wanted),
-          part(rows.wanted_x, model.is_parallel ? num_wanted : 0, model.hidden),
-          part(rows.wanted_attended, num_wanted, attended)};
-}
-
-}  // namespace
-
-int64_t DecoderSteps::count_bytes(const DecoderModel& model, int64_t num_tokens, int64_t num_wanted) {
-  Rows rows{};
-  int64_t total = 0;
-  for (const Part& part : parts_of(rows, model, num_tokens, num_wanted)) total += part.bytes;
-  return total;
-}
-
-DecoderSteps::Rows DecoderSteps::lay_out(const DecoderModel& model, const DecoderBatch& batch) {
-  const int64_t total = count_bytes(model, batch.num_tokens, batch.num_wanted);
-  if (total > memory_bytes_) {
-    memory_.reset();
-    memory_bytes_ = 0;
-    memory_.reset(static_cast<char*>(::operator new[](static_cast<size_t>(total), std::align_val_t{64})));
-    memory_bytes_ = total;
-  }
-  Rows rows{};
-  char* next = memory_.get();
-  for (const Part& part : parts_of(rows, model, batch.num_tokens, batch.num_wanted)) {
-    *part.place = next;
-    next += part.bytes;
-  }
-  return rows;
 }
 
 }  // namespace pagemill

@@ -23,6 +23,13 @@ struct RowNorm {
   ElementType type = ElementType::f32;  // of the weight
 };
 
+// What an adapter adds to a product: (x @ a.T) @ b.T, both packed.
+struct LowRank {
+  const char* a = nullptr;  // [rank, in_features]; null: the adapter leaves the product alone
+  const char* b = nullptr;  // [Product::panel_rows, rank]
+  int64_t rank = 0;
+};
+
 // out = x @ weight.T + bias.
 struct Product {
   const void* packed = nullptr;
@@ -31,6 +38,11 @@ struct Product {
   bool is_gated = false;  // packed so: the result is activation(first half) * second half
   bool is_quantised = false;
   QuantFormat format{};  // if quantised
+  // With adapters the product is first a plain one, of the weight's rows as its panels hold them: gated, 16 of the gate and
+  // then theirs of the up half, padding included.
+  int64_t panel_rows = 0;
+  const float* panel_bias = nullptr;  // [panel_rows] or null
+  std::vector<LowRank> added{};       // by adapter, from 0
 };
 
 struct DecoderLayer {
@@ -66,6 +78,12 @@ struct DecoderModel {
   std::vector<DecoderLayer> layers;
   std::vector<RopeRows> ropes;
   int64_t block_size = 0;
+  int64_t num_adapters = 0, most_rank = 0;  // the greatest rank of any product of theirs
+};
+
+// Rows [start, stop) have this adapter, counted from 0.
+struct AdapterSpan {
+  int64_t adapter, start, stop;
 };
 
 // What paged attention knows of a step (attention.h), and the tokens. Checked by who made it.
@@ -80,6 +98,7 @@ struct DecoderBatch {
   bool wants_logits;      // of the tokens below; else the hidden states of all are asked for
   const int64_t* wanted;  // [num_wanted]
   int64_t num_wanted;
+  std::vector<AdapterSpan> spans{};  // of tokens, ascending and disjoint; the others have no adapter
 };
 
 // The memory of steps, kept from one to the next, and the walk through one. One step at a time.
@@ -100,6 +119,7 @@ class DecoderSteps {
     char *residual, *projected;  // float32
     char *x, *heads, *attended, *activated;
     char *wanted_residual, *wanted_x, *wanted_attended;  // [num_wanted, ...]
+    char *summed, *rounded, *inner;  // with adapters: a product's rows in float32 and rounded, and x @ a.T
   };
 
  private:
@@ -115,8 +135,10 @@ class DecoderSteps {
   Stages stages_;
 };
 
+constexpr int64_t kWideBytes = sizeof(float);  // an element of the residual stream, or of a sum not yet rounded
+
 // Stages of one layer at most: what bounds the number of layers.
-constexpr int64_t kStagesPerLayer = 11;
+constexpr int64_t kStagesPerLayer = 15;
 constexpr int64_t kMostLayers = Stages::kMost / kStagesPerLayer - 1;
 
 }  // namespace pagemill

@@ -1,6 +1,8 @@
-// decoder_create and decoder_destroy: what stays is checked once, here.
+// decoder_create, decoder_adapt and decoder_destroy: what stays is checked once, here.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <string>
@@ -48,6 +50,7 @@ class Maker {
   Product product(const char* name, const Tensor& packed, const Tensor& bias, int64_t in, int64_t rows,
                   bool gated = false) {
     Product made{bytes_of(packed), nullptr, in, gated ? rows / 2 : rows, gated};
+    made.panel_rows = gated ? packed_panels(rows, true) * kPanelColumns : rows;
     made.is_quantised = packed.scalar_type() == ScalarType::Byte;
     if (made.is_quantised) {
       made.format = check_packed_quant(kOp, name, packed, in, rows, gated);
@@ -58,13 +61,28 @@ class Maker {
     decoder_.weights.push_back(packed);
     if (bias.numel() == 0) return made;
     decoder_.biases.push_back(std::make_unique<std::vector<float>>(read_bias(kOp, name, bias, rows)));
-    made.bias = decoder_.biases.back()->data();
+    made.bias = made.panel_bias = decoder_.biases.back()->data();
+    if (gated) made.panel_bias = in_panels(made);
     return made;
   }
 
   static constexpr const char* kOp = "decoder_create";
 
  private:
+  // A gated product's bias as its panels hold the rows; 0 for padding.
+  const float* in_panels(const Product& product) {
+    std::vector<float> ordered(static_cast<size_t>(product.panel_rows));
+    for (int64_t row = 0; row < product.panel_rows; ++row) {
+      const int64_t column = row / kPanelColumns * kGatedColumns + row % kGatedColumns;
+      const bool is_up = row % kPanelColumns >= kGatedColumns;
+      if (column < product.out_features) {
+        ordered[static_cast<size_t>(row)] = product.bias[column + (is_up ? product.out_features : 0)];
+      }
+    }
+    decoder_.biases.push_back(std::make_unique<std::vector<float>>(std::move(ordered)));
+    return decoder_.biases.back()->data();
+  }
+
   Decoder& decoder_;
   ScalarType dtype_;
 };
@@ -83,6 +101,13 @@ std::vector<std::string> words_of(const std::string& text) {
     else words.back() += c;
   }
   return words;
+}
+
+constexpr size_t kProducts = 4;
+
+// To which adapters may add, in the order of LayerTensor.
+std::array<Product*, kProducts> products_of(DecoderLayer& layer) {
+  return {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
 }
 
 // ends: embedding, last norm, head.
@@ -215,6 +240,36 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   std::lock_guard<std::mutex> lock(handles().lock);
   handles().decoders[handles().next] = decoder;
   return handles().next++;
+}
+
+void decoder_adapt(int64_t handle, const std::vector<Tensor> low_ranks, const std::vector<int64_t> ranks) {
+  const char* op = "decoder_adapt";
+  const std::shared_ptr<Decoder> decoder = find_decoder(op, handle);
+  std::lock_guard<std::mutex> step(decoder->one_step);
+  DecoderModel& model = decoder->model;
+  const ScalarType dtype = decoder->weights[0].scalar_type();
+  check_length(op, "ranks", ranks, model.layers.size() * kProducts);
+  check_length(op, "low_ranks", low_ranks, 2 * ranks.size());
+  std::vector<LowRank> read;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const Product& product = *products_of(model.layers[i / kProducts])[i % kProducts];
+    if (ranks[i] < 0) fail(op, "ranks", "wanted positive numbers or 0 for none, got ", ranks[i]);
+    read.emplace_back();
+    if (ranks[i] == 0) continue;
+    const bool bf16 = dtype == ScalarType::BFloat16;
+    const Tensor &a = low_ranks[2 * i], &b = low_ranks[2 * i + 1];
+    check_dtype(op, "low_ranks", a, dtype);
+    check_dtype(op, "low_ranks", b, dtype);
+    check_packed(op, "low_ranks", a, packed_panels(ranks[i], false), packed_steps(product.in_features, bf16));
+    check_packed(op, "low_ranks", b, packed_panels(product.panel_rows, false), packed_steps(ranks[i], bf16));
+    read.back() = {bytes_of(a), bytes_of(b), ranks[i]};
+  }
+  for (size_t i = 0; i < ranks.size(); ++i) {  // all was right
+    products_of(model.layers[i / kProducts])[i % kProducts]->added.push_back(read[i]);
+    model.most_rank = std::max(model.most_rank, ranks[i]);
+  }
+  decoder->weights.insert(decoder->weights.end(), low_ranks.begin(), low_ranks.end());
+  ++model.num_adapters;
 }
 
 int64_t decoder_step_bytes(int64_t handle, int64_t num_tokens, int64_t num_wanted) {

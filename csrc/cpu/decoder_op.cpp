@@ -46,6 +46,26 @@ void check_range(const char* op, const char* argument, const int64_t* values, in
   }
 }
 
+// spans: (adapter from 1, start, stop), one after another.
+std::vector<AdapterSpan> spans_of(const char* op, const DecoderModel& model, const std::vector<int64_t>& spans,
+                                  int64_t num_tokens) {
+  if (spans.size() % 3 != 0) fail(op, "spans", "wanted three numbers for each, got ", spans.size());
+  std::vector<AdapterSpan> read;
+  int64_t reached = 0;
+  for (size_t i = 0; i < spans.size(); i += 3) {
+    const AdapterSpan span{spans[i] - 1, spans[i + 1], spans[i + 2]};
+    if (span.adapter < 0 || span.adapter >= model.num_adapters) {
+      fail(op, "spans", "wanted adapters from 1 to ", model.num_adapters, ", got ", spans[i]);
+    }
+    if (span.start < reached || span.stop <= span.start || span.stop > num_tokens) {
+      fail(op, "spans", "wanted tokens in ascending order below ", num_tokens, ", got from ", span.start, " to ", span.stop);
+    }
+    reached = span.stop;
+    read.push_back(span);
+  }
+  return read;
+}
+
 void check_step(const char* op, const Decoder& decoder, const DecoderBatch& batch, int64_t max_blocks) {
   check_range(op, "input_ids", batch.ids, batch.num_tokens, 0, decoder.vocabulary);
   check_range(op, "positions", batch.positions, batch.num_tokens, 0, decoder.num_positions);
@@ -122,7 +142,7 @@ void decoder_attach(int64_t handle, const std::vector<Tensor> ropes, const std::
 
 Tensor decoder_forward(int64_t handle, const Tensor input_ids, const Tensor positions, const Tensor block_tables,
                        const Tensor query_start_loc, const Tensor seq_lens, const Tensor slot_mapping,
-                       const std::optional<Tensor> logits_indices) {
+                       const std::optional<Tensor> logits_indices, const std::vector<int64_t> spans) {
   const char* op = "decoder_forward";
   const std::shared_ptr<Decoder> decoder = find_decoder(op, handle);
   std::lock_guard<std::mutex> step(decoder->one_step);
@@ -149,6 +169,7 @@ Tensor decoder_forward(int64_t handle, const Tensor input_ids, const Tensor posi
     batch.num_wanted = logits_indices->size(0);
     batch.wanted = int64_rows(op, "logits_indices", *logits_indices, batch.num_wanted);
   }
+  batch.spans = spans_of(op, model, spans, batch.num_tokens);
   check_step(op, *decoder, batch, block_tables.size(1));
   Tensor out = logits_indices.has_value()
                    ? torch::stable::new_empty(like, {batch.num_wanted, model.head.out_features}, ScalarType::Float)

@@ -51,8 +51,8 @@ class Computation(Protocol):
         """The products that adapters may add to."""
         ...
 
-    def check_adapters(self) -> None:
-        """When all adapters are there. Raises StartError if one changes what it cannot."""
+    def finish_adapters(self, num_adapters: int) -> None:
+        """When all sites have taken theirs. Raises StartError if one changes what it cannot."""
         ...
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, spans: Spans = ()) -> Tensor:

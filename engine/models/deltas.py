@@ -75,28 +75,31 @@ def panel_order(num_rows: int) -> Tensor:
     return torch.where(row < num_rows, order, 2 * num_rows).flatten()
 
 
-class _Delta:
-    """A LowRank, packed."""
+class PackedLowRank:
+    """A LowRank as ops.linear reads it."""
 
     def __init__(self, low_rank: LowRank) -> None:
-        self._rank, self._out_features = len(low_rank.a), len(low_rank.b)
-        self._a, self._b = ops.pack_linear(low_rank.a), ops.pack_linear(low_rank.b)
-        self.num_bytes = self._a.nbytes + self._b.nbytes
+        self.rank, self._out_features = len(low_rank.a), len(low_rank.b)
+        self.a, self.b = ops.pack_linear(low_rank.a), ops.pack_linear(low_rank.b)
+        self.num_bytes = self.a.nbytes + self.b.nbytes
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
         """x: [num_rows, in_features]; y: [num_rows, out_features], float32. A new tensor like y."""
-        inner = ops.linear(x, self._a, None, self._rank)
-        return ops.linear(inner, self._b, None, self._out_features, out_dtype=torch.float32, residual=y)
+        inner = ops.linear(x, self.a, None, self.rank)
+        return ops.linear(inner, self.b, None, self._out_features, out_dtype=torch.float32, residual=y)
 
 
 class Deltas:
     """What every adapter adds to one product."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Delta] = {}
+        self._of: dict[int, PackedLowRank] = {}
 
     def put(self, adapter: int, low_rank: LowRank) -> None:
-        self._of[adapter] = _Delta(low_rank)
+        self._of[adapter] = PackedLowRank(low_rank)
+
+    def of(self, adapter: int) -> PackedLowRank | None:
+        return self._of.get(adapter)
 
     @property
     def num_bytes(self) -> int:

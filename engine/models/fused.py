@@ -115,8 +115,13 @@ class FusedModel:
         """See Computation.adapter_sites."""
         return [site for index, block in enumerate(self._blocks) for site in block.sites(f"model.layers.{index}")]
 
-    def check_adapters(self) -> None:
-        """See Computation.check_adapters: every site is a product over all tokens."""
+    def finish_adapters(self, num_adapters: int) -> None:
+        """See Computation.finish_adapters."""
+        linears = [linear for block in self._blocks for linear in block.linears()]
+        if self.decoder is None:
+            return
+        for adapter in range(1, num_adapters + 1):
+            self.decoder.adapt([None if each.deltas is None else each.deltas.of(adapter) for each in linears])
 
     def cover(self, num_positions: int) -> None:
         """Before a forward: rotary rows for positions [0, num_positions)."""
@@ -124,17 +129,15 @@ class FusedModel:
             rope.cover(num_positions)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """See Computation.step_bytes. Op by op torch's allocator decides: the logits alone, and beside the decoder the
-        largest of what steps with adapters want."""
+        """See Computation.step_bytes. Op by op torch's allocator decides: the logits alone."""
         if self.decoder is not None:
-            widest = max((each.adapted_bytes for block in self._blocks for each in block.linears()), default=0)
-            return self.decoder.step_bytes(num_tokens, num_rows) + num_tokens * widest
+            return self.decoder.step_bytes(num_tokens, num_rows)
         return num_rows * self.vocab_size * torch.float32.itemsize
 
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, spans: Spans = ()) -> Tensor:
         """See Backbone.forward."""
-        if self.decoder is not None and not spans:
-            return self.decoder.forward(input_ids, positions, logits_indices, self.layers, self._ropes)
+        if self.decoder is not None:
+            return self.decoder.forward(input_ids, positions, logits_indices, self.layers, self._ropes, spans)
         return self.logits(self.hidden_states(input_ids, positions, spans)[logits_indices])
 
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -146,9 +149,9 @@ class FusedModel:
         return logits
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, spans: Spans = ()) -> Tensor:
-        """See Backbone.hidden_states. Adapters are added op by op."""
-        if self.decoder is not None and not spans:
-            return self.decoder.forward(input_ids, positions, None, self.layers, self._ropes)
+        """See Backbone.hidden_states."""
+        if self.decoder is not None:
+            return self.decoder.forward(input_ids, positions, None, self.layers, self._ropes, spans)
         residual = self._embed(input_ids)
         if self._recipe.embedding_scale is not None:
             residual *= self._recipe.embedding_scale

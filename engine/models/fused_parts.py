@@ -105,11 +105,6 @@ class Linear:
                 self._all_bias = None if self.bias is None else functional.pad(self.bias, (0, 1))[self._order]
         self.deltas.put(adapter, low_rank if self._gate is None else low_rank.with_rows(self._order))
 
-    @property
-    def adapted_bytes(self) -> int:
-        """Of a product and the sum with an adapter's part, per token; 0 if no adapter adds to it."""
-        return 0 if self.deltas is None else 3 * self._all_rows * torch.float32.itemsize
-
     def _adapted(self, x: Tensor, deltas: Deltas, spans: Spans) -> Tensor:
         """The gate waits for the sum: a gated weight multiplied without its gate gives the halves panel by panel. Rows
         without an adapter keep the bits that they have without all this."""

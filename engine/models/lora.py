@@ -58,7 +58,7 @@ def add_adapters(backbone: Backbone, adapters: Sequence[Adapter]) -> None:
             "Adapter %s changes %d linear layers and takes %s",
             adapter.name, len(parts), size_text(model.weight_bytes - before),
         )  # fmt: skip
-    model.check_adapters()
+    model.finish_adapters(len(adapters))
     backbone.num_adapters = len(adapters)
 
 

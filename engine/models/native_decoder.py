@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.attention.base import PagedLayer
+from engine.models.deltas import PackedLowRank, Spans
 from engine.models.rope_table import RopeTable
 from engine.ops import ActivationKind, NormVariant
 
@@ -79,7 +80,7 @@ class NativeDecoder:
     ) -> None:
         """embedding: [vocabulary, hidden_size], or packed as for ops.embed_quant, of as many rows as the head. Raises
         RuntimeError if shapes and tensors do not fit together."""
-        none = final_norm.new_empty(0)
+        self._none = none = final_norm.new_empty(0)
         norms: list[tuple[float, NormVariant]] = [norm or (0.0, "llama") for norm in shape.norms]
         self.handle = ops.decoder_create(
             [embedding, final_norm, head],
@@ -115,6 +116,7 @@ class NativeDecoder:
         logits_indices: Tensor | None,  # [num_rows], int64; None: the hidden states of all tokens are wanted
         layers: Sequence[PagedLayer],  # with caches and the step's metadata
         ropes: Sequence[RopeTable],
+        spans: Spans = (),
     ) -> Tensor:
         """Logits [num_rows, vocab_size], float32, or hidden states [num_tokens, hidden_size] behind the last norm."""
         key_caches, value_caches = [], []
@@ -132,7 +134,14 @@ class NativeDecoder:
             metadata.seq_lens,
             metadata.slot_mapping,
             logits_indices,
+            [number for span in spans for number in span],
         )
+
+    def adapt(self, added: Sequence[PackedLowRank | None]) -> None:
+        """One more adapter: per layer what it adds to the four products, in the order of LayerTensors."""
+        pairs = [(self._none, self._none) if each is None else (each.a, each.b) for each in added]
+        ranks = [0 if each is None else each.rank for each in added]
+        ops.decoder_adapt(self.handle, [tensor for pair in pairs for tensor in pair], ranks)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
         """See ops.decoder_step_bytes."""

@@ -55,8 +55,8 @@ class TreeModel:
         """See Computation.adapter_sites."""
         return adapter_sites(self.tree, self._current)
 
-    def check_adapters(self) -> None:
-        """See Computation.check_adapters: a layer that one changes must see all tokens."""
+    def finish_adapters(self, num_adapters: int) -> None:
+        """See Computation.finish_adapters: a layer that one changes must see all tokens."""
         attached = {
             module: module.__dict__["paged_layer"]
             for module in self.tree.modules()

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import ops
 from engine.attention.native import NativeAttention
 from engine.config import Quantization
 from engine.models.backbone import Backbone
-from engine.models.deltas import LowRank, joined
+from engine.models.deltas import AdapterSpan, LowRank, joined
+from engine.models.fused import FusedModel
 from engine.models.lora import LayerShape, add_adapters
 from tests.engine.adapters import AdaptedRun, merge, shapes_of, write_adapter
 from tests.engine.recipes import RECIPES, backbones, draw_tensors
@@ -97,6 +99,7 @@ def put(backbone: Backbone, drawn: dict[int, dict[str, LowRank]]) -> None:
             own = [parts.get(path) for path in site.paths]
             if any(part is not None for part in own):
                 site.adapt(adapter, joined(site, own))
+    backbone.model.finish_adapters(len(drawn))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -140,3 +143,58 @@ def test_a_decoder_with_adapters_is_one_with_other_weights(name: str) -> None:
         for place in range(len(prompts)):
             if ADAPTERS[place] == adapter:
                 assert relative(got[place], expected[place]) < 2e-5
+
+
+def test_threads_and_the_rows_wanted_change_no_bit() -> None:
+    recipe = RECIPES["everything"]
+    backbone, stepwise = backbones(recipe, draw_tensors(recipe, torch.bfloat16, biases=True))
+    drawn = draw_low_ranks(backbone, torch.bfloat16)
+    for each in (backbone, stepwise):
+        put(each, drawn)
+    prompts = [tokens(length, seed, recipe.vocab_size) for seed, length in enumerate(LENGTHS)]
+    expected = in_chunks(stepwise, prompts, ADAPTERS)
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, in_chunks(backbone, prompts, ADAPTERS), expected))
+    finally:
+        torch.set_num_threads(num_threads)
+    run = AdaptedRun(backbone, {0: 0})
+    ids, spans = torch.tensor(prompts[3]), (AdapterSpan(2, 3, 10), AdapterSpan(1, 10, 11), AdapterSpan(2, 15, 30))
+    metadata, positions = run.metadata_for([(0, prompts[3])]), torch.arange(len(prompts[3]))
+    every = backbone.forward(ids, positions, metadata, torch.arange(len(ids)), spans)
+    for wanted in ([29], [0], [4, 12, 3, 3, 29, 10, 0], [*range(30), 5], []):
+        got = backbone.forward(ids, positions, metadata, torch.tensor(wanted, dtype=torch.int64), spans)
+        assert torch.equal(got, every[wanted])
+    hidden = backbone.hidden_states(ids, positions, metadata, spans)
+    assert torch.equal(backbone.logits(hidden), every)
+    run.close()
+
+
+def test_bad_adapters_and_spans_are_refused_in_words() -> None:
+    backbone, _ = backbones(RECIPES["plain"], draw_tensors(RECIPES["plain"], torch.float32))
+    model = backbone.model
+    assert isinstance(model, FusedModel)
+    assert model.decoder is not None
+    handle, none = model.decoder.handle, torch.empty(0)
+    a, b = ops.pack_linear(torch.randn(4, 60)), ops.pack_linear(torch.randn(640, 4))
+    for low_ranks, ranks, message in (
+        ([none] * 24, [0] * 11, "ranks: wanted 12 entries, got 11"),
+        ([none] * 22, [0] * 12, "low_ranks: wanted 24 entries, got 22"),
+        ([none] * 24, [-1] + [0] * 11, "ranks: wanted positive"),
+        ([a, b[:-1]] + [none] * 22, [4] + [0] * 11, "low_ranks: wanted"),
+        ([a, b] + [none] * 22, [5] + [0] * 11, "low_ranks: wanted"),
+        ([a.bfloat16(), b] + [none] * 22, [4] + [0] * 11, "low_ranks: wanted"),
+        ([none, none, a, b] + [none] * 20, [0, 4] + [0] * 10, "low_ranks: wanted"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.decoder_adapt(handle, low_ranks, ranks)
+    ops.decoder_adapt(handle, [a, b] + [none] * 22, [4] + [0] * 11)
+    run = AdaptedRun(backbone, {0: 0})
+    inputs = torch.arange(4), torch.arange(4), run.metadata_for([(0, [0, 1, 2, 3])]), torch.arange(4)
+    for spans in (((2, 0, 1),), ((0, 0, 1),), ((1, 0, 5),), ((1, 2, 2),), ((1, -1, 2),), ((1, 2, 4), (1, 0, 1))):
+        with pytest.raises(RuntimeError, match="spans: wanted"):
+            backbone.forward(*inputs, tuple(AdapterSpan(*span) for span in spans))
+    backbone.forward(*inputs, (AdapterSpan(1, 0, 1), AdapterSpan(1, 2, 4)))
+    run.close()

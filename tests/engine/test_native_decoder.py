@@ -205,6 +205,8 @@ def arguments(**changed: Any) -> tuple[FusedModel, dict[str, Any]]:
         ({"query_start_loc": torch.tensor([0, 4], dtype=torch.int32)}, "query_start_loc: wanted"),
         ({"seq_lens": torch.tensor([3, 17], dtype=torch.int32)}, "seq_lens: wanted lengths"),
         ({"block_tables": torch.tensor([[0], [8]], dtype=torch.int32)}, "block_tables: wanted block ids below 8"),
+        ({"spans": [1, 0, 4]}, "spans: wanted adapters from 1 to 0, got 1"),
+        ({"spans": [1, 0]}, "spans: wanted three numbers for each"),
     ],
 )
 def test_a_bad_step_is_refused_in_words(changed: dict[str, Tensor], message: str) -> None:
