@@ -29,7 +29,8 @@ MAX_RECORD = 16384 + HEADER
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """max_callers: connections that have not been handed over. Times are seconds; both of TLS alone."""
+    """max_callers: connections that are on their way. Times are seconds, of TLS alone; goodbye_s: in which the last
+    answer must have left."""
 
     max_callers: int
     handshake_s: float
@@ -53,7 +54,8 @@ class Gate:
     - More than `max_callers` on their way: the oldest of the address that has the most of them is closed.
     - TLS costs nothing before a client has sent the whole first record of its handshake. From then on addresses take
       turns, and few handshakes begin in each turn of the event loop.
-    - Who is not done within `handshake_s` is closed. None of this is logged: strangers could fill the log.
+    - Whoever has not sent that within `handshake_s`, or not ended the handshake as long after it began, is closed; the
+      time between the two, in line, is not theirs. None of this is logged: strangers could fill the log.
     - Where the system gives no more open files, we ask again a little later, and say so once a minute.
     """
 
@@ -157,6 +159,9 @@ class Gate:
 
     def _forget(self, caller: Caller) -> None:
         self._callers.remove(caller.address, caller)
+        self._stop_clock(caller)
+
+    def _stop_clock(self, caller: Caller) -> None:
         if caller.timer is not None:
             caller.timer.cancel()
             caller.timer = None
@@ -173,6 +178,7 @@ class Gate:
             return
         if not is_ready:
             return
+        self._stop_clock(caller)
         self._line.add(caller.address, caller)
         if not self._is_beginning:
             self._is_beginning = True

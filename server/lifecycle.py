@@ -50,7 +50,7 @@ MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 MAX_UNREAD = 1 << 20  # bytes of a stream that its client has not taken
 SPARE_FILES = 512  # open ones for all but connections
 LAST_ANSWER_S = 3600.0  # under TLS, of a connection that closes; `check_stall` cuts off who does not read it
-HANDSHAKE_S = 10.0  # for TLS, from when the connection is taken
+HANDSHAKE_S = 10.0  # under TLS, for a client's first record, and again for the rest of the handshake
 FLUSH_S = 3.0  # answers that the engine has ended have this long to reach their clients
 
 

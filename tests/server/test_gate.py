@@ -89,15 +89,40 @@ class Served:
 
 
 @pytest.fixture(params=[(), ("--uvloop",)], ids=["asyncio", "uvloop"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], Served]]:
     cert, key = certificate(tmp_path)
-    settings = (f"tls_cert={cert}", f"tls_key={key}", f"max_connections={MAX}", "client_timeout=60")
-    switches = itertools.chain.from_iterable(("--set", each) for each in settings)
-    with stub_server(tmp_path / "log", *request.param, *switches) as server:
-        yield Served(server, cert)
+    with contextlib.ExitStack() as stack:
+
+        def start(client_timeout: int) -> Served:
+            settings = [f"tls_cert={cert}", f"tls_key={key}", f"max_connections={MAX}"]
+            settings.append(f"client_timeout={client_timeout}")
+            switches = itertools.chain.from_iterable(("--set", each) for each in settings)
+            return Served(stack.enter_context(stub_server(tmp_path / "log", *request.param, *switches)), cert)
+
+        yield start
 
 
-@pytest.mark.parametrize("first", [b"", hello()[:-1], hello()], ids=["silent", "half a word", "half a handshake"])
+@pytest.fixture
+def served(serve: Callable[[int], Served]) -> Served:
+    return serve(60)
+
+
+FIRST = {"silent": b"", "half a word": hello()[:-1], "half a handshake": hello()}
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=list(FIRST))
+def test_who_is_late_is_cut_off(serve: Callable[[int], Served], first: bytes) -> None:
+    served = serve(1)
+    late = served.connect(first)
+    late.settimeout(30)
+    with contextlib.suppress(ConnectionError):
+        while late.recv(1 << 16):  # of half a handshake there is an answer
+            pass
+    late.close()
+    served.until(lambda: served.num_sockets == 1)
+
+
+@pytest.mark.parametrize("first", FIRST.values(), ids=list(FIRST))
 def test_who_never_ends_a_handshake_shuts_out_nobody(served: Served, first: bytes) -> None:
     early = served.connect(address=OTHER)  # on its way before the flood, and it does not give way
     flood = []
@@ -172,7 +197,7 @@ def test_a_handshake_may_come_byte_by_byte(served: Served) -> None:
 
 
 def test_who_is_on_the_way_does_not_hold_up_the_end(served: Served) -> None:
-    waiting = [served.connect(first) for first in (b"", hello()[:-1], hello()) for _ in range(5)]
+    waiting = [served.connect(first) for first in FIRST.values() for _ in range(5)]
     served.until(lambda: served.num_sockets == 16)
     served.server.signal()
     assert served.server.wait(30) == 0
