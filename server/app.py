@@ -68,7 +68,8 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     Raises StartError for a key file that cannot be used, and for traces without the extra that sends them."""
     ring = KeyRing(read_clients(settings.key_digests(), settings.api_key_file))
     reloader = Reloader(settings, ring)
-    metrics = Metrics(settings.served_model_name, [module.name for module in settings.lora_modules])
+    adapters = [module.name for module in settings.lora_modules]
+    metrics = Metrics(settings.served_model_name, adapters)
     metrics.watch(lambda: engine.phase, lambda: engine.hung)
     metrics.watch_clients(lambda: ring.accounts)
     if settings.metrics_compat == "vllm":
@@ -94,7 +95,7 @@ def create_app(settings: Settings, engine: Engine, end: Callable[[], None] | Non
     app.state.tracing = tracing
     routers = [router for router in ROUTERS if settings.status_page or router is not dashboard.router]
     if settings.status_page:
-        app.state.feed = Feed(engine, metrics, settings.served_model_name)
+        app.state.feed = Feed(engine, metrics, settings.served_model_name, adapters)
     app.state.routes = [route for router in routers for route in router.routes]
     errors.install(app)
     for router in routers:

@@ -23,18 +23,28 @@ from server.protocol.errors import RATE_LIMITED, ApiError
 
 TICK_S = 0.5
 MAX_VIEWERS = 16
+MAX_ADAPTERS = 20  # to choose from in the chat box
 DIGITS = 6
 
 
 class Feed:
     """One application's.
 
-    names: those that the model answers to, once they are known."""
+    names: those that the model answers to, once they are known. adapters: those of adapters."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, names: Sequence[str], tick_s: float = TICK_S) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        names: Sequence[str],
+        adapters: Sequence[str] = (),
+        *,
+        tick_s: float = TICK_S,
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._names = names
+        self._adapters = list(adapters[:MAX_ADAPTERS])
         self._tick_s = tick_s
         self._window = Window()
         self._picture: Picture | None = None
@@ -140,6 +150,7 @@ class Feed:
             return None
         return {
             "name": self._names[0] if self._names else info.name,
+            "adapters": self._adapters,
             "architecture": info.architecture,
             "parameters": info.num_parameters,
             "dtype": info.dtype,

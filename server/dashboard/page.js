@@ -135,6 +135,7 @@ function show(frame) {
     const size = model.parameters >= 1e9 ? `${round(model.parameters / 1e9, 1)}B` : `${round(model.parameters / 1e6)}M`;
     const weights = model.quantization === "none" ? model.dtype : `${model.dtype}, ${model.quantization}`;
     say("model", model.name);
+    offer([model.name, ...model.adapters]);
     say("facts", `${size} · ${weights} · ${round(model.max_model_len)} tokens`);
     document.title = `${frame.running ? `${frame.running} running · ` : ""}${model.name} · Pagemill`;
     say("pool", `${round(blocks.used)} of ${round(blocks.total)} in use · ${round(blocks.cached)} with content kept · ` +
@@ -361,6 +362,14 @@ const map = new BlockMap($("map"));
 let messages = [];
 let asking = null;
 
+// Names to talk to; with one there is nothing to choose.
+function offer(names) {
+  const choice = $("voice");
+  if (choice.length === names.length) return;
+  choice.replaceChildren(...names.map((name) => element("option", undefined, name)));
+  choice.hidden = names.length < 2;
+}
+
 async function ask(text) {
   asking = new AbortController();
   $("send").textContent = "Stop";
@@ -371,6 +380,7 @@ async function ask(text) {
   said.push({ role: "user", content: text });
   try {
     const body = { messages: said, stream: true, stream_options: { include_usage: true } };
+    if ($("voice").value) body.model = $("voice").value;
     if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
     const began = performance.now();
     const response = await fetch("v1/chat/completions", {

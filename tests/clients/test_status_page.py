@@ -5,6 +5,7 @@ Needs the package playwright and a Chromium: its own, the system's, or the one t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -120,6 +121,7 @@ def test_the_page_shows_a_server_at_work_and_talks_to_it(browser: Any, url: str,
     visit.enter(KEY)
     visit.until(lambda: visit.text("phase") == "ready", "the phase")
     assert visit.text("model") == MODEL
+    assert not page.get_by_label("Model or adapter").is_visible(), "there is nothing to choose from"
     visit.until(lambda: page.locator("#rows tr").count() > 4, "rows of sequences")
     visit.until(lambda: all(re.search(r"\d", visit.text(id)) for id in NUMBERS), "numbers")
     visit.until(lambda: {min(code >> 1, 2) for code in visit.cells()} == {0, 1, 2}, "free, used and shared blocks")
@@ -165,10 +167,34 @@ def test_it_fits_a_phone_in_daylight_and_every_control_has_a_name(browser: Any, 
     visit.screenshot("phone.png")
 
 
+def write_adapter(folder: Path) -> Path:
+    """In peft's format, for the demo model: a change of no size to one layer's queries."""
+    shapes = {"lora_A": [4, 576], "lora_B": [576, 4]}
+    header, size = {}, 0
+    for name, (rows, columns) in shapes.items():
+        end = size + rows * columns * 4
+        at = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [size, end]}
+        header[f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight"] = at
+        size = end
+    told = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(len(told).to_bytes(8, "little") + told + bytes(size))
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"], "layers_to_transform": [0]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def test_without_keys_it_shows_itself_at_once_and_ends_with_the_server(browser: Any, tmp_path: Path) -> None:
-    with serve(tmp_path / "log", "--kv-cache-memory", "32MiB", key=None) as url:
+    adapters = ("--lora-modules", f"pirate={write_adapter(tmp_path / 'pirate')}")
+    with serve(tmp_path / "log", "--kv-cache-memory", "32MiB", *adapters, key=None) as url:
         visit = Visit(browser, url)
         visit.until(lambda: visit.text("phase") == "ready", "the phase")
         assert not visit.page.locator("#door").is_visible()
         visit.until(lambda: len(visit.cells()) > 10, "the map")
+        visit.page.get_by_label("Model or adapter").select_option("pirate")
+        visit.page.get_by_label("Message", exact=True).fill("What is the capital of France?")
+        with visit.page.expect_request("**/v1/chat/completions") as asked:
+            visit.page.get_by_role("button", name="Send").click()
+        assert asked.value.post_data_json["model"] == "pirate"
+        visit.until(lambda: "tokens" in visit.page.locator(".said.assistant small").last.inner_text(), "the answer")
     visit.until(lambda: visit.text("phase") == "lost", "the word that the server is gone")

@@ -125,7 +125,7 @@ async def test_a_feed_that_fails_leaves_nobody_waiting() -> None:
 
 async def test_a_frame_is_bounded_and_tells_what_metrics_tells() -> None:
     engine, metrics = StubEngine(ready=True), Metrics()
-    feed = Feed(engine, metrics, ("served",))
+    feed = Feed(engine, metrics, ("served",), [f"{number}" * 250 for number in range(500)])
     cache = CacheStats(num_blocks=50_000, num_used_blocks=7, num_cached_blocks=3, num_shared_blocks=2)
     metrics.observe_delivery(Delivery(step=StepStats(1, 5, 2, 5, 10, 4, cache=cache)))
     for number in range(500):
@@ -136,6 +136,7 @@ async def test_a_frame_is_bounded_and_tells_what_metrics_tells() -> None:
     assert len(json.dumps(facts)) < 16_000
     assert (facts["running"], facts["waiting"], facts["blocks"]["used"], facts["blocks"]["shared"]) == (5, 2, 7, 2)
     assert facts["model"]["name"] == "served"
+    assert [name[:2] for name in facts["model"]["adapters"][:3]] == ["00", "11", "22"]
     assert base64.b64decode(facts["map"]) == bytes(4096)
     assert facts["errors"][0]["id"] == "id-499"
     assert len(facts["errors"]) == 20
