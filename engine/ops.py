@@ -199,12 +199,13 @@ def embed_quant(
 
 
 def decoder_create(
-    ends: Sequence[Tensor],  # embedding [vocabulary, hidden_size] or what embed_quant takes, last norm, packed head
+    ends: Sequence[Tensor],  # embedding [vocabulary, hidden_size] or what embed_quant takes, last norm, packed head,
+    # its bias or an empty tensor
     layers: Sequence[Tensor],  # the tensors of LayerTensors, layer by layer; an empty one: there is no such part
     *,
     sizes: Sequence[int],  # query heads, kv heads, head size, intermediate size, rows of the head
     is_gated: bool,  # the MLP's first product has a gate's rows and then as many others, else no gate
-    is_parallel: bool,  # the MLP reads what attention reads
+    is_parallel: bool,  # the MLP reads what attention reads, through the middle norm if there is one
     windows: Sequence[int],  # per layer: tokens a query sees, itself included; 0: all
     ropes: Sequence[int],  # per layer: which pair of tables; -1: none
     scale: float,

@@ -36,6 +36,8 @@ TINY: dict[str, dict[str, Any]] = {
         sliding_window=24,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gpt_neox": dict(hidden_size=60, intermediate_size=100, num_attention_heads=3, tie_word_embeddings=False),
+    "phi": dict(hidden_size=60, intermediate_size=100, num_attention_heads=3, partial_rotary_factor=0.5),
     "qwen2_moe": _MIXTURE | dict(shared_expert_intermediate_size=56),
     "glm4_moe": _MIXTURE | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, head_dim=16),
     "ernie4_5_moe": _MIXTURE | dict(moe_num_experts=4, moe_k=2, moe_num_shared_experts=2),

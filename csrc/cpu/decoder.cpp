@@ -55,7 +55,8 @@ class Walk {
       attend(layer);
       if (is_last && step_.is_narrowed) narrow();
       multiply(layer.output, rows_.attended, rows_.projected, true);
-      add_and_norm(layer.behind_attention, layer.middle, model_.is_parallel ? nullptr : rows_.x);
+      if (model_.is_parallel) add_and_norm(layer.behind_attention, RowNorm{}, nullptr, layer.middle);
+      else add_and_norm(layer.behind_attention, layer.middle, rows_.x);
       multiply(layer.gate_up, rows_.x, rows_.activated);
       if (!model_.is_gated) activate();
       multiply(layer.down, rows_.activated, rows_.projected, true);
@@ -254,14 +255,16 @@ class Walk {
   }
 
   // residual += projected, normed first where a norm stands behind the half; out, if any: the next norm of the sum, or
-  // the sum.
-  void add_and_norm(const RowNorm& behind, const RowNorm& following, char* out) {
+  // the sum. before: a norm of what the residual stream was, if there is one, into x, which nobody reads any more.
+  void add_and_norm(const RowNorm& behind, const RowNorm& following, char* out, const RowNorm& before = {}) {
+    const NormArgs earlier = wide_norm(before, rows_.residual, rows_.x);
     const NormArgs inner = norm_args(behind, rows_.projected, rows_.projected, model_.hidden);
     NormArgs outer = wide_norm(following, rows_.projected, out);
     outer.residual = rows_.residual;
     outer.factor = model_.residual_scale;
     stage([&](int64_t* next) {
       draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+        if (before.weight != nullptr) step_.table.rms_norm(earlier, begin, end);
         if (behind.weight != nullptr) step_.table.rms_norm(inner, begin, end);
         step_.table.rms_norm(outer, begin, end);
       });

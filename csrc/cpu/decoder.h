@@ -69,7 +69,7 @@ struct DecoderModel {
   float embedding_scale = 1, residual_scale = 1, logits_scale = 1, logits_softcap = 0;
   ActivationKind activation = ActivationKind::silu;
   bool is_gated = true;      // the MLP: activation(gate) * up; else activation(up)
-  bool is_parallel = false;  // the MLP reads what attention reads, not what it left
+  bool is_parallel = false;  // the MLP reads what attention reads, through a middle norm of its own or the same
   const char* embedding = nullptr;  // [vocabulary, hidden], or packed as for embed_quant
   bool embedding_is_quantised = false;
   QuantFormat embedding_format{};  // if it is

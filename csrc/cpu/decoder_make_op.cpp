@@ -110,7 +110,7 @@ std::array<Product*, kProducts> products_of(DecoderLayer& layer) {
   return {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
 }
 
-// ends: embedding, last norm, head.
+// ends: embedding, last norm, head, its bias or an empty tensor.
 void read_embedding(Decoder& decoder, const std::vector<Tensor>& ends, int64_t head_rows) {
   const char* op = Maker::kOp;
   const Tensor &embedding = ends[0], &norm = ends[1];
@@ -187,7 +187,7 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   const char* op = Maker::kOp;
   auto decoder = std::make_shared<Decoder>();
   DecoderModel& model = decoder->model;
-  check_length(op, "ends", ends, 3);
+  check_length(op, "ends", ends, 4);
   check_length(op, "layers", layers, windows.size() * kLayerTensors);
   check_length(op, "ropes", ropes, windows.size());
   check_length(op, "eps", eps, kNorms);
@@ -235,8 +235,7 @@ int64_t decoder_create(const std::vector<Tensor> ends, const std::vector<Tensor>
   }
   model.final_norm = make.norm("final norm", ends[1], hidden, eps[kFinalNorm], names[kFinalNorm]);
   if (model.final_norm.weight == nullptr) fail(op, "ends", "wanted a final norm");
-  const Tensor none = torch::stable::new_empty(ends[1], {0});
-  model.head = make.product("head", ends[2], none, hidden, sizes[4]);
+  model.head = make.product("head", ends[2], ends[3], hidden, sizes[4]);
   std::lock_guard<std::mutex> lock(handles().lock);
   handles().decoders[handles().next] = decoder;
   return handles().next++;

@@ -19,7 +19,7 @@ from engine.device import HOST
 from engine.models.deltas import Site, Spans
 from engine.models.fused_layer import Layer, next_half
 from engine.models.fused_parts import Frequencies, Weights
-from engine.models.fused_recipe import PARALLEL_NORM, FusedRecipe
+from engine.models.fused_recipe import FusedRecipe
 from engine.models.native_decoder import DecoderShape, NativeDecoder
 from engine.models.quantiser import Quantiser
 from engine.models.rope_table import RopeTable
@@ -98,13 +98,14 @@ class FusedModel:
             logits_softcap=recipe.logits_softcap,
             activation=recipe.activation,
             is_gated=recipe.mlp.is_gated,
-            is_parallel=recipe.places == PARALLEL_NORM,
+            is_parallel=recipe.is_parallel,
             norms=tuple(None if norm is None else (norm.eps, norm.variant) for norm in norms),
             windows=tuple(layer.window for layer in recipe.layers),
             ropes=tuple(layer.rope for layer in recipe.layers),
         )
         layers = [block.tensors() for block in self._blocks]
-        return NativeDecoder(shape, self._embedding, self._final_norm.weight, self._head.packed, layers)
+        head = self._head
+        return NativeDecoder(shape, self._embedding, self._final_norm.weight, head.packed, layers, head.bias)
 
     @property
     def weight_bytes(self) -> int:
@@ -113,7 +114,7 @@ class FusedModel:
 
     def adapter_sites(self) -> list[Site]:
         """See Computation.adapter_sites."""
-        return [site for index, block in enumerate(self._blocks) for site in block.sites(f"model.layers.{index}")]
+        return [site for block in self._blocks for site in block.sites()]
 
     def finish_adapters(self, num_adapters: int) -> None:
         """See Computation.finish_adapters."""
@@ -156,13 +157,17 @@ class FusedModel:
         if self._recipe.embedding_scale is not None:
             residual *= self._recipe.embedding_scale
         attend = self._attention(positions, spans)
-        is_parallel = self._recipe.places == PARALLEL_NORM
+        is_parallel = self._recipe.is_parallel
         first = self._blocks[0].input_norm
         x = residual.to(self.dtype, copy=True) if first is None else first(residual)
         next_norms = [block.input_norm for block in self._blocks[1:]] + [self._final_norm]
         for block, next_norm in zip(self._blocks, next_norms, strict=True):
-            after_attention = next_half(block.middle_norm, attend(block, x), residual, self.dtype)
-            x = x if is_parallel else after_attention
+            if is_parallel:
+                beside = x if block.middle_norm is None else block.middle_norm(residual)
+                residual += attend(block, x)
+                x = beside
+            else:
+                x = next_half(block.middle_norm, attend(block, x), residual, self.dtype)
             x = next_half(next_norm, block.feed_forward(x, spans), residual, self.dtype)
         return x
 

@@ -14,7 +14,7 @@ from engine import device_ops, ops
 from engine.attention.base import AttentionBackend, PagedLayer
 from engine.models.deltas import LowRank, Site, Spans
 from engine.models.fused_experts import Experts
-from engine.models.fused_parts import Linear, Norm, Weights, order_of_halves, rotate
+from engine.models.fused_parts import Linear, Norm, Weights, order_of_halves, order_of_parts, rotate
 from engine.models.fused_recipe import OUTPUT, FusedRecipe, LayerRecipe, MlpNames
 from engine.models.native_decoder import LayerTensors
 from engine.ops import ActivationKind
@@ -49,6 +49,8 @@ class Layer:
         self._attention_norm = weights.norm_in(path, places.behind_attention, is_wide=True)
         self.middle_norm = weights.norm_in(path, places.middle)
         self._mlp_norm = weights.norm_in(path, places.behind_mlp, is_wide=True)
+        linears = (*recipe.qkv, OUTPUT, *recipe.mlp.first, recipe.mlp.down)
+        self._paths = {name: weights.module(f"{path}.{name}") for name in linears}
         self._take_heads(weights, path, recipe)
         self._output = weights.linear(f"{path}.{OUTPUT}", out_dtype=torch.float32)
         self._mlp: _Mlp | Experts
@@ -64,11 +66,12 @@ class Layer:
         num_query, num_kv, head_dim = recipe.num_query_heads, recipe.num_kv_heads, recipe.head_dim
         rope = None if self.rope is None else recipe.ropes[self.rope]
         rotary_dim = 2 * len(rope.inv_freq) if rope is not None and rope.is_interleaved else 0
-        self._order = order = None
+        self._order = order_of_parts(num_query, head_dim) if recipe.qkv_by_head else None
         if rotary_dim:
             turned = order_of_halves(num_query + num_kv, head_dim, rotary_dim)
-            self._order = order = torch.cat([turned, torch.arange(len(turned), (num_query + 2 * num_kv) * head_dim)])
-        self._qkv = weights.linear(*(f"{path}.{name}" for name in recipe.qkv), order=order)
+            order = torch.cat([turned, torch.arange(len(turned), (num_query + 2 * num_kv) * head_dim)])
+            self._order = order if self._order is None else self._order[order]
+        self._qkv = weights.linear(*(f"{path}.{name}" for name in recipe.qkv), order=self._order)
         self._query_norm = self._key_norm = None
         if recipe.has_qk_norms:
             self._query_norm = weights.head_norm(f"{path}.self_attn.q_norm", head_dim, rotary_dim)
@@ -107,14 +110,14 @@ class Layer:
             ]
         )
 
-    def sites(self, path: str) -> list[Site]:
-        """Where adapters may change the layer `path`; a mixture's experts, what is shared too, are left out."""
+    def sites(self) -> list[Site]:
+        """Where adapters may change the layer; a mixture's experts, what is shared too, are left out."""
         recipe = self._recipe
         heads = [num * recipe.head_dim for num in (recipe.num_query_heads, recipe.num_kv_heads, recipe.num_kv_heads)]
         rows = tuple(heads) if len(recipe.qkv) == len(heads) else (sum(heads),)
         sites = [
-            _site(path, recipe.qkv, rows, self._qkv, self._order),
-            _site(path, (OUTPUT,), (self._output.out_features,), self._output),
+            self._site(recipe.qkv, rows, self._qkv, self._order),
+            self._site((OUTPUT,), (self._output.out_features,), self._output),
         ]
         if isinstance(self._mlp, Experts):
             return sites
@@ -123,9 +126,17 @@ class Layer:
         rows = (num_rows // len(names.first),) * len(names.first)
         return [
             *sites,
-            _site(path, names.first, rows, first),
-            _site(path, (names.down,), (down.out_features,), down),
+            self._site(names.first, rows, first),
+            self._site((names.down,), (down.out_features,), down),
         ]
+
+    def _site(self, names: Sequence[str], rows: tuple[int, ...], linear: Linear, order: Tensor | None = None) -> Site:
+        """order: of the weight's rows, if they are not in that of the layers."""
+
+        def adapt(adapter: int, low_rank: LowRank) -> None:
+            linear.adapt(adapter, low_rank if order is None else low_rank.with_rows(order))
+
+        return Site(tuple(self._paths[name] for name in names), rows, linear.in_features, adapt)
 
     def attend(self, x: Tensor, rotation: Rotation | None, backend: AttentionBackend, spans: Spans) -> Tensor:
         query, key, value = self._heads(x, spans)
@@ -180,15 +191,6 @@ class Layer:
         result = result if norm is None else norm(result)
         scale = self._recipe.residual_scale
         return result if scale is None else result.mul_(scale)
-
-
-def _site(path: str, names: Sequence[str], rows: tuple[int, ...], linear: Linear, order: Tensor | None = None) -> Site:
-    """order: of the weight's rows, if they are not in that of the layers."""
-
-    def adapt(adapter: int, low_rank: LowRank) -> None:
-        linear.adapt(adapter, low_rank if order is None else low_rank.with_rows(order))
-
-    return Site(tuple(f"{path}.{name}" for name in names), rows, linear.in_features, adapt)
 
 
 def _normed(norm: Norm | None, heads: Tensor) -> Tensor:

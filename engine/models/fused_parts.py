@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,9 +9,10 @@ from torch.nn import functional
 from engine import ops
 from engine.config import StartError
 from engine.models.deltas import PANEL, Deltas, LowRank, Spans, panel_order
-from engine.models.fused_recipe import EMBEDDING, FINAL_NORM, HEAD, FusedRecipe, NormRecipe, RopeRecipe
+from engine.models.fused_recipe import EMBEDDING, FINAL_NORM, HEAD, HEAD_BIAS, FusedRecipe, NormRecipe, RopeRecipe
 from engine.models.quantised import QuantisedWeight, join
 from engine.models.quantiser import Quantiser
+from engine.models.tensor_names import NamedTensors
 from engine.ops import ActivationKind
 
 
@@ -48,6 +47,13 @@ def order_of_halves(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
         [torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim)]
     )
     return (torch.arange(num_heads).unsqueeze(1) * head_dim + head).flatten()
+
+
+def order_of_parts(num_heads: int, head_dim: int) -> Tensor:
+    """Where the rows of all queries, then keys, then values come from, if each head's three lie together:
+    [3 * num_heads * head_dim]."""
+    rows = torch.arange(3 * num_heads * head_dim).view(num_heads, 3, head_dim)
+    return rows.transpose(0, 1).flatten()
 
 
 class Norm:
@@ -128,12 +134,16 @@ class Weights:
     weights."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], recipe: FusedRecipe, quantiser: Quantiser | None, device: torch.device
+        self, tensors: NamedTensors, recipe: FusedRecipe, quantiser: Quantiser | None, device: torch.device
     ) -> None:
         self._tensors, self._recipe, self._quantiser, self._device = tensors, recipe, quantiser, device
         self.num_bytes = 0
         self.kinds: set[str] = set()
         self.dtype = self.tensor(FINAL_NORM).dtype
+
+    def module(self, name: str) -> str:
+        """What a linear layer is called in the model itself."""
+        return self._tensors.module(name)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -171,7 +181,8 @@ class Weights:
     def head(self) -> Linear:
         """Of float32 logits."""
         name = EMBEDDING if self._recipe.is_tied else HEAD
-        return self._packed(Linear(self._matrix(name, is_head=True), None, out_dtype=torch.float32))
+        bias = self.tensor(HEAD_BIAS) if HEAD_BIAS in self._tensors else None
+        return self._packed(Linear(self._matrix(name, is_head=True), bias, out_dtype=torch.float32))
 
     def embedding(self, head: Linear) -> Tensor:
         """The table [vocab_size, hidden_size], or the packed weight of which ops.embed_quant reads rows: the head's

@@ -15,6 +15,7 @@ from engine.models.tensor_names import CHOOSING, DIALECTS
 from engine.ops import ActivationKind, NormVariant
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 
 
 class NormPlaces(NamedTuple):
@@ -123,8 +124,10 @@ class ExpertsRecipe:
 class FusedRecipe:
     """norms: by the module's name within its layer (or within its attention), "norm" for the last one. qkv: the
     layers whose rows, one after another, are that product's. experts: what stands in the MLP's place, in layers that
-    are not dense. softcap: of attention scores. Scales and caps that
-    are None do nothing; residual_scale is on what each half adds to the residual stream."""
+    are not dense. qkv_by_head: a joined product's rows are q, k and v of one head after another, as many of each.
+    has_parallel_halves: both halves read the residual stream as the layer found it, each through a norm of its own.
+    softcap: of attention scores. Scales and caps that are None do nothing; residual_scale is on what each half adds to
+    the residual stream."""
 
     vocab_size: int
     num_query_heads: int
@@ -144,6 +147,13 @@ class FusedRecipe:
     qkv: tuple[str, ...] = SPLIT_QKV
     mlp: MlpNames = SPLIT_GATE_UP
     experts: ExpertsRecipe | None = None
+    qkv_by_head: bool = False
+    has_parallel_halves: bool = False
+
+    @property
+    def is_parallel(self) -> bool:
+        """The MLP does not read what attention left."""
+        return self.has_parallel_halves or self.places == PARALLEL_NORM
 
     @property
     def places(self) -> NormPlaces:

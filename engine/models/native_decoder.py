@@ -76,14 +76,20 @@ class NativeDecoder:
     """Shares the tensors it is given. One forward at a time; the interpreter's lock is free while it computes."""
 
     def __init__(
-        self, shape: DecoderShape, embedding: Tensor, final_norm: Tensor, head: Tensor, layers: Sequence[LayerTensors]
+        self,
+        shape: DecoderShape,
+        embedding: Tensor,
+        final_norm: Tensor,
+        head: Tensor,
+        layers: Sequence[LayerTensors],
+        head_bias: Tensor | None = None,
     ) -> None:
         """embedding: [vocabulary, hidden_size], or packed as for ops.embed_quant, of as many rows as the head. Raises
         RuntimeError if shapes and tensors do not fit together."""
         self._none = none = final_norm.new_empty(0)
         norms: list[tuple[float, NormVariant]] = [norm or (0.0, "llama") for norm in shape.norms]
         self.handle = ops.decoder_create(
-            [embedding, final_norm, head],
+            [embedding, final_norm, head, none if head_bias is None else head_bias],
             [none if tensor is None else tensor for layer in layers for tensor in layer],
             sizes=(
                 shape.num_query_heads,

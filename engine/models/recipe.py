@@ -23,6 +23,7 @@ from engine.models.fused_recipe import (
     FINAL_NORM,
     HEAD,
     JOINED_EXPERTS,
+    PRE_NORMS,
     ROUTER,
     SHARED_GATE,
     SPLIT_GATE_UP,
@@ -42,6 +43,7 @@ from engine.models.recognise import (
     ungated_kind,
 )
 from engine.models.recognise_experts import MixtureTensors, experts_reading
+from engine.models.tree import record_calls
 from engine.ops import ActivationKind
 
 
@@ -54,7 +56,8 @@ def derive_recipe(tree: Any, recorded: list[RecordedCall], specs: list[LayerSpec
     if parts is None or any(True for spec in specs if spec.chunk or spec.has_sinks):
         return None
     first = specs[0]
-    uniform = all(_shape(spec) == _shape(first) for spec in specs) and first.key_dim == first.value_dim
+    by_head = parts.dialect.by_head and first.num_query_heads != first.num_kv_heads
+    uniform = not by_head and all(_shape(spec) == _shape(first) for spec in specs) and first.key_dim == first.value_dim
     if not uniform or len({call.scale for call in recorded}) != 1:
         return None
     norms = _norms(tree, parts)
@@ -84,6 +87,8 @@ def derive_recipe(tree: Any, recorded: list[RecordedCall], specs: list[LayerSpec
         qkv=parts.qkv,
         mlp=parts.mlp or SPLIT_GATE_UP,
         experts=mlp[1],
+        qkv_by_head=parts.dialect.by_head,
+        has_parallel_halves=_has_parallel_halves(tree, parts),
     )
 
 
@@ -173,6 +178,21 @@ def _activation(tree: Any, parts: Parts, layer: int, names: MlpNames) -> Activat
     if reading is None:
         return None
     return reading.kind if candidates[reading.candidate][0].weight.data_ptr() == first.weight.data_ptr() else None
+
+
+def _has_parallel_halves(tree: Any, parts: Parts) -> bool:
+    """True if the norms before both halves of a layer read the same."""
+    if PRE_NORMS.middle not in parts.norms or PRE_NORMS.input not in parts.norms:
+        return False
+    read: list[Tensor] = []
+    norms = [_module(tree, parts, 0, name) for name in (PRE_NORMS.input, PRE_NORMS.middle)]
+    hooks = [norm.register_forward_pre_hook(lambda module, args: read.append(args[0])) for norm in norms]
+    try:
+        record_calls(tree)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(read) == 2 and read[0] is read[1]  # attention is not computed here, so numbers would tell nothing
 
 
 class _Reached(Exception):

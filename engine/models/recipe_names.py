@@ -11,6 +11,7 @@ from engine.models.fused_recipe import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
     JOINED_EXPERTS,
     JOINED_QKV,
     MLPS,
@@ -84,7 +85,7 @@ def layer_parts(names: Collection[str], num_layers: int, is_tied: bool) -> Parts
         parts = _matching(weights, dialect)
         known_ends = {EMBEDDING, FINAL_NORM} | (set() if is_tied else {HEAD})
         extra = ends - known_ends
-        if parts is not None and ends >= known_ends and extra <= {FINAL_NORM.replace("weight", "bias")}:
+        if parts is not None and ends >= known_ends and extra <= {FINAL_NORM.replace("weight", "bias"), HEAD_BIAS}:
             biases = [layer - set(kept) for layer, kept in zip(layers, weights, strict=True)]
             return parts if _biases_fit(biases, parts) else None
     return None

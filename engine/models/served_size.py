@@ -13,6 +13,7 @@ from engine.models.fused_recipe import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    HEAD_BIAS,
     OUTPUT,
     QK_NORMS,
     ROUTER,
@@ -80,6 +81,8 @@ def served_bytes(
             total += sizes.norm(recipe, f"{path}.{name}.weight", is_wide=is_wide)
     head = EMBEDDING if recipe.is_tied else HEAD
     total += sizes.matrix((head,), is_head=True)
+    bias_bytes = torch.float32.itemsize if sizes.is_quantised(head) else dtype.itemsize
+    total += prod(sizes.shape(HEAD_BIAS, (0,))) * bias_bytes
     if recipe.is_tied:
         return total if sizes.is_quantised(head) else total + sizes.plain(EMBEDDING)
     in_rows = sizes.matrix((EMBEDDING,), is_head=True) if sizes.is_quantised(EMBEDDING) else sizes.plain(EMBEDDING)

@@ -17,9 +17,11 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class Dialect(NamedTuple):
-    """pairs: (part of one of our names, what stands in its place), replaced one after the other."""
+    """pairs: (part of one of our names, what stands in its place), replaced one after the other. by_head: see
+    FusedRecipe.qkv_by_head."""
 
     pairs: tuple[tuple[str, str], ...] = ()
+    by_head: bool = False
 
     def theirs(self, name: str) -> str:
         for own, other in self.pairs:
@@ -47,6 +49,15 @@ MIXTRAL = Dialect(  # and MiniMax-M2, in files
         (".down_proj.", ".w2."),
     )
 )
+_NEOX = (
+    ("model.layers.", "gpt_neox.layers."),
+    ("model.embed_tokens.", "gpt_neox.embed_in."),
+    ("model.norm.", "gpt_neox.final_layer_norm."),
+    (".self_attn.qkv_proj.", ".attention.query_key_value."),
+    (".self_attn.o_proj.", ".attention.dense."),
+    (".mlp.up_proj.", ".mlp.dense_h_to_4h."),
+    (".mlp.down_proj.", ".mlp.dense_4h_to_h."),
+)
 DIALECTS = (
     PLAIN_DIALECT,
     Dialect(((".mlp.shared_experts.", ".mlp.shared_expert."),)),  # Qwen2-MoE
@@ -54,6 +65,18 @@ DIALECTS = (
     Dialect(((_CORRECTION, f".mlp.gate.moe_statics.{CHOOSING}"),)),  # Ernie 4.5 in a tree
     Dialect(((_CORRECTION, f".mlp.moe_statics.{CHOOSING}"),)),  # in files
     MIXTRAL,
+    Dialect(  # Phi-2
+        (
+            ("model.norm.", "model.final_layernorm."),
+            (".self_attn.o_proj.", ".self_attn.dense."),
+            (".self_attn.q_norm.", ".self_attn.q_layernorm."),
+            (".self_attn.k_norm.", ".self_attn.k_layernorm."),
+            (".mlp.up_proj.", ".mlp.fc1."),
+            (".mlp.down_proj.", ".mlp.fc2."),
+        )
+    ),
+    Dialect(_NEOX, by_head=True),  # in a tree
+    Dialect((*_NEOX, ("lm_head.", "embed_out.")), by_head=True),  # in files
     Dialect(  # GraniteMoE in a tree
         (
             (".mlp.gate.", ".block_sparse_moe.router."),
@@ -89,6 +112,11 @@ class NamedTensors(Mapping[str, Tensor]):
             return self._of_all(f"{path}.down_proj")[expert]
         gate, up = self._of_all(f"{path}.gate_up_proj")[expert].chunk(2)
         return gate if part == "gate" else up
+
+    def module(self, name: str) -> str:
+        """What a module with a weight is called where its weight lies; as we call it if there is none."""
+        stored = stored_name(f"{name}.weight", self._tensors)
+        return name if stored is None else stored.removesuffix(".weight")
 
     def _of_all(self, name: str) -> Tensor:
         """One tensor for all experts."""

@@ -22,7 +22,7 @@ from engine.models.user_cache import cache_root, write_bytes
 
 logger = logging.getLogger("pagemill.engine")
 
-VERSION = 7  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
+VERSION = 8  # of the check, the recipe and the fused decoder: raising it invalidates what is kept
 
 
 @dataclass(frozen=True, slots=True)

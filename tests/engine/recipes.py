@@ -15,6 +15,7 @@ from engine.models.fused_recipe import (
     EMBEDDING,
     GLM_NORMS,
     HEAD,
+    HEAD_BIAS,
     JOINED_GATE_UP,
     JOINED_QKV,
     PARALLEL_NORM,
@@ -22,6 +23,7 @@ from engine.models.fused_recipe import (
     PRE_NORMS,
     SANDWICH_NORMS,
     SHARED_MLPS,
+    UNGATED,
     UNGATED_CONVOLVED,
     ExpertsRecipe,
     FusedRecipe,
@@ -100,6 +102,8 @@ RECIPES: dict[str, FusedRecipe] = {
     "capped": replace(PLAIN, logits_softcap=3.0),
     "layer_norms": replace(PLAIN, norms=norms(PRE_NORMS, variant="layer"), mlp=UNGATED_CONVOLVED, activation="gelu"),
     "parallel": replace(PLAIN, norms=norms(PARALLEL_NORM, variant="layer"), logits_scale=0.5),
+    "parallel_halves": replace(PLAIN, norms=norms(PRE_NORMS, variant="layer"), mlp=UNGATED, has_parallel_halves=True),
+    "by_head": replace(PLAIN, num_kv_heads=6, qkv=JOINED_QKV, qkv_by_head=True, ropes=(rope(16),)),
     "neighbours": replace(
         PLAIN,
         norms=norms(PRE_NORMS, "q_norm", "k_norm"),
@@ -158,6 +162,8 @@ def draw_tensors(
         module = name.removesuffix(".weight")
         last = module.rpartition(".")[2]
         tensors[name] = (recipe.vocab_size, hidden) if name in (EMBEDDING, HEAD) else shapes.get(last, (hidden,))
+        if biases and name in (EMBEDDING, HEAD):
+            tensors[HEAD_BIAS] = (recipe.vocab_size,)
         if biases and last.endswith(("_proj", "_fc")):
             tensors[f"{module}.bias"] = shapes[last][:1]
     return {

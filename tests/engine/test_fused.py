@@ -130,7 +130,7 @@ def test_in_bfloat16_it_is_nearer_to_float32_than_the_swapped_tree(name: str) ->
     assert 0 < fused < swapped
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "llama4"])
 def test_other_structures_have_no_recipe(name: str) -> None:
     with pytest.raises(NoRecipe):
         recipe(name)
@@ -172,6 +172,15 @@ def test_the_size_is_known_from_the_shapes(name: str, dtype: torch.dtype) -> Non
     tensors = draw_tensors(one, dtype, biases=name in RECIPES, wide_norms=name in WIDE_NORMS)
     shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
     assert FusedModel(one, tensors, NativeAttention(), 64).weight_bytes == served_bytes(one, shapes, None, dtype)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_products_have_the_names_of_transformers_modules(name: str) -> None:
+    """Under which adapters look for them."""
+    tree = plain_tree(name)
+    linears = {path for path, module in tree.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    sites = paged_backbone(name, NativeAttention(), "fused").model.adapter_sites()
+    assert {path for site in sites for path in site.paths} == linears
 
 
 def test_a_missing_tensor_is_a_sentence() -> None:
@@ -228,8 +237,9 @@ def test_a_later_start_imports_no_transformers(tmp_path: Path) -> None:
     assert outputs[1].split() == ["['find',", "'open',", "'pack',", "'tokenizer',", "'weights']", "False"]
 
 
-def test_both_starts_compute_the_same_bits(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path, "gemma3_text")
+@pytest.mark.parametrize("kind", ["gemma3_text", "phi", "gpt_neox"])
+def test_both_starts_compute_the_same_bits(kind: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, kind)
     config = ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), dtype="bfloat16")
     ids = tokens(40, vocab_size=VOCAB_SIZE)
     models = [load_model(config, DeviceConfig(), backend=NativeAttention()) for _ in range(2)]
@@ -238,6 +248,7 @@ def test_both_starts_compute_the_same_bits(tmp_path: Path) -> None:
     assert models[0].backbone.num_parameters == models[1].backbone.num_parameters
     assert models[0].max_position == models[1].max_position == 1024
     assert models[1].backbone.batch_invariant
+    assert "modelling_code" not in models[1].load_seconds
 
 
 def test_never_checked_means_never_fused(tmp_path: Path) -> None:

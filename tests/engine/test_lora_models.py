@@ -22,7 +22,10 @@ from tests.engine.adapters import AdaptedRun, merge, shapes_of, write_adapter
 from tests.engine.recipes import RECIPES, backbones, draw_tensors
 from tests.engine.tiny_configs import Way, paged_backbone, plain_logits, plain_tree, relative, tokens
 
-FUSED = ("llama", "llama_tied", "qwen2", "gemma2", "phi3", "glm4", "cohere", "starcoder2", "stablelm", "qwen3_moe")
+FUSED = (
+    *("llama", "llama_tied", "qwen2", "gemma2", "phi3", "glm4", "cohere", "starcoder2", "stablelm", "qwen3_moe"),
+    *("phi", "gpt_neox", "glm4_moe"),
+)
 SWAPPED = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "gpt_neox", "cohere", "llama4")
 CHUNK = 7
 LENGTHS = (24, 1, 17, 30, 8, 19)

@@ -171,12 +171,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 60,
     },
     "gpt_neox": {**WIDE, "model_type": "gpt_neox"},
+    "gpt_neox_serial": {**WIDE, "model_type": "gpt_neox", "use_parallel_residual": False},
+    "phi": {**WIDE, "model_type": "phi", "partial_rotary_factor": 0.5},
+    "phi_qk_norms": {**WIDE, "model_type": "phi", "partial_rotary_factor": 0.5, "qk_layernorm": True},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 128, "n_layer": 3, "n_head": 2},
 }
 NATIVE = (
     *("llama", "llama_1000", "llama_tied", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3"),
     *("phi3", "phi3_longrope", "olmo2", "olmo3", "granite", "smollm3", "exaone4", "seed_oss", "glm4", "ernie4_5"),
-    *("cohere", "cohere2", "starcoder2", "stablelm"),
+    *("cohere", "cohere2", "starcoder2", "stablelm", "gpt_neox", "gpt_neox_serial", "phi", "phi_qk_norms"),
 )
 STEPWISE = (  # fused, but not one native call
     *("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "granitemoeshared"),
