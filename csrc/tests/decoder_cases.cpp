@@ -1,5 +1,6 @@
 // A decoder of two layers that differ in all they can, fed three sequences in four steps: prompts, a chunk beside a
-// decode, decodes. Expected numbers come from loops in double that know neither caches nor batches.
+// decode, decodes; without adapters, and with others for two of the sequences. Expected numbers come from loops in double
+// that know neither caches nor batches.
 #include "decoder_cases.h"
 
 #include <algorithm>
@@ -73,18 +74,33 @@ struct Norm {
   }
 };
 
+struct Added {  // by an adapter
+  Doubles a, b;  // [rank, in], [out, rank]; empty: nothing
+  std::vector<char> packed_a, packed_b;
+};
+
+constexpr int64_t kAdapters = 2, kNone = -1;
+
 struct Matrix {
   Doubles weight;  // [out, in]
-  std::vector<float> bias;
+  std::vector<float> bias, panel_bias;
   std::vector<char> packed;
+  std::array<Added, kAdapters> added;
   Product product;
 
-  Doubles operator()(const Doubles& x) const {
+  Doubles operator()(const Doubles& x, int64_t adapter = kNone) const {
     const int64_t in = product.in_features, out = static_cast<int64_t>(weight.size()) / in;
     Doubles result(static_cast<size_t>(out));
     for (int64_t n = 0; n < out; ++n) {
       result[n] = bias.empty() ? 0 : bias[n];
       for (int64_t k = 0; k < in; ++k) result[n] += weight[n * in + k] * x[k];
+    }
+    if (adapter == kNone) return result;
+    const Added& more = added[adapter];
+    for (int64_t r = 0, rank = static_cast<int64_t>(more.a.size()) / in; r < rank; ++r) {
+      double inner = 0;
+      for (int64_t k = 0; k < in; ++k) inner += more.a[r * in + k] * x[k];
+      for (int64_t n = 0; n < out; ++n) result[n] += more.b[n * rank + r] * inner;
     }
     return result;
   }
@@ -100,7 +116,7 @@ double silu(double x) { return x / (1 + std::exp(-x)); }
 class Tiny {
  public:
   // `other`: no gate, a scaled residual stream, and the second half's product quantised.
-  Tiny(ElementType type, bool other) : type_(type), is_gated_(!other) {
+  Tiny(ElementType type, bool other, bool adapted) : type_(type), is_gated_(!other), is_adapted_(adapted) {
     model_.type = type;
     model_.hidden = kHidden;
     model_.intermediate = kInner;
@@ -123,15 +139,17 @@ class Tiny {
     fill_ropes();
   }
 
+  int64_t adapter_of(int64_t sequence) const { return is_adapted_ ? sequence - 1 : kNone; }
+
   // Rows of `ids` behind the last norm, and their logits.
-  void expect(const std::vector<int64_t>& ids, std::vector<Doubles>& states, std::vector<Doubles>& logits) const {
+  void expect(const std::vector<int64_t>& ids, int64_t adapter, std::vector<Doubles>& states, std::vector<Doubles>& logits) const {
     std::vector<Doubles> residual;
     for (int64_t id : ids) {
       const auto row = embedding_.exact.begin() + id * kHidden;
       residual.emplace_back(row, row + kHidden);
       for (double& x : residual.back()) x *= kEmbeddingScale;
     }
-    for (int64_t i = 0; i < kLayers; ++i) run_layer(layers_[i], i, residual);
+    for (int64_t i = 0; i < kLayers; ++i) run_layer(layers_[i], i, adapter, residual);
     states = residual;
     for (Doubles& row : states) {
       final_norm_(row.data(), kHidden);
@@ -190,6 +208,50 @@ class Tiny {
     matrix.product.bias = matrix.bias.data();
   }
 
+  // After the weight and the bias.
+  void fill_added(Matrix& matrix, int64_t rank) {
+    if (!is_adapted_) return;
+    Product& product = matrix.product;
+    const int64_t in = product.in_features, out = static_cast<int64_t>(matrix.weight.size()) / in;
+    std::vector<int64_t> order;  // the weight's row at each place of the panels; past its end: padding
+    product.panel_rows = product.is_gated ? packed_panels(out, true) * kPanelColumns : out;
+    for (int64_t place = 0; place < product.panel_rows; ++place) {
+      const int64_t column = place / kPanelColumns * kGatedColumns + place % kGatedColumns;
+      const bool is_padding = column >= product.out_features, is_up = place % kPanelColumns >= kGatedColumns;
+      order.push_back(!product.is_gated ? place : is_padding ? out : column + (is_up ? product.out_features : 0));
+    }
+    if (product.bias != nullptr) {
+      for (int64_t row : order) matrix.panel_bias.push_back(row < out ? matrix.bias[row] : 0);
+      product.panel_bias = matrix.panel_bias.data();
+    }
+    for (int64_t adapter = 0; adapter < kAdapters; ++adapter) {
+      const int64_t own = rank + adapter;
+      product.added.push_back({});
+      if (adapter == 1 && rank % 2 == 0) continue;  // this one leaves some products alone
+      Added& added = matrix.added[adapter];
+      const Numbers a(draw_numbers(random_, own * in, 1 / std::sqrt(static_cast<double>(in))), type_);
+      const Numbers b(draw_numbers(random_, out * own, 0.5), type_);
+      Doubles rows;
+      for (int64_t row : order) {
+        for (int64_t r = 0; r < own; ++r) rows.push_back(row < out ? b.exact[row * own + r] : 0);
+      }
+      added.a = a.exact;
+      added.b = b.exact;
+      pack(a, in, own, added.packed_a);
+      pack(Numbers(rows, type_), own, product.panel_rows, added.packed_b);
+      product.added.back() = {added.packed_a.data(), added.packed_b.data(), own};
+      model_.most_rank = std::max(model_.most_rank, own);
+    }
+    model_.num_adapters = kAdapters;
+  }
+
+  void pack(const Numbers& weight, int64_t in, int64_t out, std::vector<char>& packed) {
+    const bool bf16 = type_ == ElementType::bf16;
+    const int64_t panels = packed_panels(out, false);
+    packed.resize(static_cast<size_t>(panels * packed_steps(in, bf16) * kPanelColumns * 4));
+    kernels().pack_linear({weight.bytes.data(), in, packed.data(), out, in, bf16, false}, 0, panels);
+  }
+
   void fill_layers(bool is_quantised) {
     for (int64_t i = 0; i < kLayers; ++i) {
       const bool second = i == 1;
@@ -208,6 +270,10 @@ class Tiny {
       fill(layer.gate_up, kHidden, is_gated_ ? 2 * kInner : kInner, true, is_gated_);
       if (is_quantised) fill_quantised(layer.down, kInner, kHidden);
       else fill(layer.down, kInner, kHidden, !second);
+      fill_added(layer.qkv, 5);
+      fill_added(layer.output, 4);
+      fill_added(layer.gate_up, 7 + i);
+      fill_added(layer.down, 3);
       DecoderLayer made;
       made.input = layer.input.row;
       made.behind_attention = layer.behind_attention.row;
@@ -241,12 +307,12 @@ class Tiny {
     }
   }
 
-  void run_layer(const Layer& layer, int64_t index, std::vector<Doubles>& residual) const {
+  void run_layer(const Layer& layer, int64_t index, int64_t adapter, std::vector<Doubles>& residual) const {
     std::vector<Doubles> heads;
     for (size_t position = 0; position < residual.size(); ++position) {
       Doubles x = residual[position];
       layer.input(x.data(), kHidden);
-      heads.push_back(layer.qkv(x));
+      heads.push_back(layer.qkv(x, adapter));
       for (int64_t head = 0; head < kQueryHeads + kKvHeads; ++head) {
         double* values = &heads.back()[head * kDim];
         (head < kQueryHeads ? layer.query : layer.key)(values, kDim);
@@ -254,14 +320,14 @@ class Tiny {
       }
     }
     for (size_t position = 0; position < residual.size(); ++position) {
-      const Doubles attended = layer.output(attend(heads, static_cast<int64_t>(position), index == 1 ? 5 : kPositions));
-      add(residual[position], attended, layer.behind_attention);
+      const Doubles attended = attend(heads, static_cast<int64_t>(position), index == 1 ? 5 : kPositions);
+      add(residual[position], layer.output(attended, adapter), layer.behind_attention);
       Doubles x = residual[position];
       layer.middle(x.data(), kHidden);
-      const Doubles both = layer.gate_up(x);
+      const Doubles both = layer.gate_up(x, adapter);
       Doubles inner(kInner);
       for (int64_t i = 0; i < kInner; ++i) inner[i] = silu(both[i]) * (is_gated_ ? both[kInner + i] : 1);
-      add(residual[position], layer.down(inner), layer.behind_mlp);
+      add(residual[position], layer.down(inner, adapter), layer.behind_mlp);
     }
   }
 
@@ -297,7 +363,7 @@ class Tiny {
   }
 
   ElementType type_;
-  bool is_gated_;
+  bool is_gated_, is_adapted_;
   Random random_;
   Numbers embedding_;
   Norm final_norm_;
@@ -342,6 +408,7 @@ std::vector<std::vector<char>> run_feeds(const Tiny& tiny, ElementType type, int
     std::vector<int64_t> ids, positions, slots;
     std::vector<int32_t> tables, starts{0}, lengths;
     std::vector<Row> tokens;
+    std::vector<AdapterSpan> spans;
     for (int64_t s = 0; s < kSequences; ++s) {
       if (feed.counts[s] == 0) continue;
       for (int64_t block = 0; block < kMaxBlocks; ++block) tables.push_back(static_cast<int32_t>(block * kSequences + s));
@@ -351,7 +418,9 @@ std::vector<std::vector<char>> run_feeds(const Tiny& tiny, ElementType type, int
         slots.push_back((done[s] / kBlock * kSequences + s) * kBlock + done[s] % kBlock);
         tokens.push_back({s, done[s], !feed.wanted.empty()});
       }
-      starts.push_back(static_cast<int32_t>(ids.size()));
+      const int64_t stop = static_cast<int64_t>(ids.size()), adapter = tiny.adapter_of(s);
+      if (adapter != kNone) spans.push_back({adapter, stop - feed.counts[s], stop});
+      starts.push_back(static_cast<int32_t>(stop));
       lengths.push_back(static_cast<int32_t>(done[s]));
     }
     for (int64_t i = 0; i < feed.padding; ++i) {
@@ -362,7 +431,7 @@ std::vector<std::vector<char>> run_feeds(const Tiny& tiny, ElementType type, int
     const int64_t num_wanted = static_cast<int64_t>(feed.wanted.size());
     const DecoderBatch batch{ids.data(), positions.data(), slots.data(), tables.data(), starts.data(), lengths.data(),
                              static_cast<int64_t>(ids.size()), static_cast<int64_t>(lengths.size()), kMaxBlocks,
-                             num_wanted > 0, feed.wanted.data(), num_wanted};
+                             num_wanted > 0, feed.wanted.data(), num_wanted, spans};
     const int64_t bytes = num_wanted > 0 ? kVocabulary * 4 : kHidden * element_bytes(type);
     const int64_t num_rows = num_wanted > 0 ? num_wanted : batch.num_tokens;
     std::vector<char> out(static_cast<size_t>(num_rows * bytes));
@@ -391,7 +460,7 @@ double relative_error(const Tiny& tiny, ElementType type, const std::vector<std:
   for (int64_t s = 0; s < kSequences; ++s) {
     std::vector<int64_t> ids;
     for (int64_t p = 0; p < kLengths[s]; ++p) ids.push_back(id_of(s, p));
-    tiny.expect(ids, states[s], logits[s]);
+    tiny.expect(ids, tiny.adapter_of(s), states[s], logits[s]);
   }
   double difference = 0, size = 0;
   for (size_t r = 0; r < rows.size(); ++r) {
@@ -412,14 +481,17 @@ int run_decoder_cases(const std::string& level) {
   struct Case {
     const char* name;
     ElementType type;
-    bool other;
+    bool other, adapted;
     double allowed;
   };
   int failed = 0;
-  for (const Case& c : {Case{"decoder f32", ElementType::f32, false, 1e-5},
-                        Case{"decoder bf16", ElementType::bf16, false, 2e-2},
-                        Case{"decoder f32, no gate, quantised", ElementType::f32, true, 2e-2}}) {
-    const Tiny tiny(c.type, c.other);
+  for (const Case& c : {Case{"decoder f32", ElementType::f32, false, false, 1e-5},
+                        Case{"decoder bf16", ElementType::bf16, false, false, 2e-2},
+                        Case{"decoder f32, no gate, quantised", ElementType::f32, true, false, 2e-2},
+                        Case{"decoder f32, adapters", ElementType::f32, false, true, 1e-5},
+                        Case{"decoder bf16, adapters", ElementType::bf16, false, true, 2e-2},
+                        Case{"decoder f32, no gate, quantised, adapters", ElementType::f32, true, true, 2e-2}}) {
+    const Tiny tiny(c.type, c.other, c.adapted);
     std::vector<Row> rows, same;
     const std::vector<std::vector<char>> results = run_feeds(tiny, c.type, 1, rows);
     const double error = relative_error(tiny, c.type, results, rows);
