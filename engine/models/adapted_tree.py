@@ -49,11 +49,11 @@ class AdaptedLinear(nn.Module):
 
 def adapter_sites(tree: Any, current: CurrentForward) -> list[Site]:
     """Every packed linear layer but the head. A layer becomes an AdaptedLinear with the first adapter that it gets."""
-    head = tree.get_output_embeddings()
-    packed = [
-        (path, each) for path, each in tree.named_modules() if isinstance(each, PackedLinear) and each is not head
-    ]
-    return [_site(tree, path, plain, current) for path, plain in packed]
+    modules = list(tree.named_modules())
+    adapted = [(path, each.plain) for path, each in modules if isinstance(each, AdaptedLinear)]
+    others = {id(tree.get_output_embeddings()), *(id(plain) for _, plain in adapted)}
+    packed = [(path, each) for path, each in modules if isinstance(each, PackedLinear) and id(each) not in others]
+    return [_site(tree, path, plain, current) for path, plain in (*adapted, *packed)]
 
 
 def _site(tree: nn.Module, path: str, plain: PackedLinear, current: CurrentForward) -> Site:

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import Adapter
 from engine.memory import available_memory, size_text
 from engine.models.backbone import Backbone
-from engine.models.deltas import LowRank, joined
+from engine.models.deltas import PANEL, LowRank, joined
 from engine.models.lora_config import CONFIG_FILE, LoraRules, Refusal, read_rules
 from engine.models.safetensors_files import Shard, open_shard
 
@@ -32,10 +32,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of a linear layer that an adapter may change."""
+    """Of a linear layer that an adapter may change. joined: out_features of all layers of its product; 0: it is
+    alone."""
 
     out_features: int
     in_features: int
+    joined: int = 0
+
+    def num_bytes(self, rank: int, dtype: torch.dtype) -> int:
+        """Of an adapter's part as it is served, ranks being filled up to whole panels: at most."""
+        return -(-rank // PANEL) * PANEL * (self.in_features + (self.joined or self.out_features)) * dtype.itemsize
 
 
 def add_adapters(backbone: Backbone, adapters: Sequence[Adapter]) -> None:
@@ -43,7 +49,7 @@ def add_adapters(backbone: Backbone, adapters: Sequence[Adapter]) -> None:
     model = backbone.model
     sites = model.adapter_sites()
     shapes = {
-        path: LayerShape(rows, site.in_features)
+        path: LayerShape(rows, site.in_features, sum(site.rows))
         for site in sites
         for path, rows in zip(site.paths, site.rows, strict=True)
     }
@@ -165,11 +171,8 @@ def _check_room(
     shapes: Mapping[str, LayerShape],
     dtype: torch.dtype,
 ) -> None:
-    numbers = sum(
-        rules.rank_of(stored) * (shapes[path].in_features + shapes[path].out_features)
-        for path, (stored, _, _) in names.items()
-    )
-    wanted, available = numbers * dtype.itemsize, available_memory()
+    wanted = sum(shapes[path].num_bytes(rules.rank_of(stored), dtype) for path, (stored, _, _) in names.items())
+    available = available_memory()
     if wanted > available:
         raise Refusal(adapter, f"it takes {size_text(wanted)}, but only {size_text(available)} of memory is available")
 

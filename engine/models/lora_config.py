@@ -22,6 +22,8 @@ MAX_RANK = 4096
 MAX_ALPHA = 1e6
 _MAX_PATTERN = 200  # characters
 _MAX_REPEATS = 3  # of * + and {} in a pattern: its time grows as the length of a name to that power
+_MAX_ALL_REPEATS = 60  # in all patterns of a field
+_MAX_NAMES = 4096  # of layers in a field
 _REFUSED = (  # each changes what is computed, or more than linear layers
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
@@ -77,10 +79,9 @@ class Refusal(StartError):
 def read_rules(adapter: Adapter, folder: Path) -> LoraRules:
     """Raises StartError."""
     path = folder / CONFIG_FILE
-    try:
-        num_bytes = path.stat().st_size
-    except OSError as error:
-        raise Refusal(adapter, f"there is no {CONFIG_FILE}") from error
+    if not path.is_file():
+        raise Refusal(adapter, f"there is no {CONFIG_FILE}")
+    num_bytes = path.stat().st_size
     if num_bytes > MAX_CONFIG_BYTES:
         raise Refusal(adapter, f"its {CONFIG_FILE} has {num_bytes} bytes")
     values = read_json(path)
@@ -119,6 +120,8 @@ def _targets(adapter: Adapter, values: Mapping[str, Any]) -> tuple[str, ...] | N
         return None
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) and each for each in targets):
         raise Refusal(adapter, f"target_modules is {_short(targets)}, neither a list of names nor a pattern")
+    if len(targets) > _MAX_NAMES:
+        raise Refusal(adapter, f"target_modules has {len(targets)} names, at most {_MAX_NAMES} are served")
     return tuple(targets)
 
 
@@ -137,6 +140,8 @@ def _patterns(adapter: Adapter, values: Mapping[str, Any], field: str) -> list[t
     given = values.get(field) or {}
     if not isinstance(given, dict):
         raise Refusal(adapter, f"{field} is {_short(given)}")
+    if len(given) > _MAX_NAMES or sum(map("".join(given).count, "*+{")) > _MAX_ALL_REPEATS:
+        raise Refusal(adapter, f"{field} has {len(given)} patterns, which may take long to match")
     patterns = []
     for text, value in given.items():
         repeats = sum(map(text.count, "*+{"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,9 @@ def test_some_layers_alone_may_be_changed(tmp_path: Path) -> None:
         ({"alpha_pattern": {"(a|aa)*": 4}}, "may take long"),
         ({"alpha_pattern": {".*.*.*.*x": 4}}, "may take long"),
         ({"alpha_pattern": {"a" * 201: 4}}, "may take long"),
+        ({"alpha_pattern": {f"{n}.*x": 4 for n in range(61)}}, "has 61 patterns"),
+        ({"rank_pattern": {f"layer{n}": 4 for n in range(4097)}}, "has 4097 patterns"),
+        ({"target_modules": [f"layer{n}" for n in range(4097)]}, "has 4097 names"),
         ({"alpha_pattern": {"(q_proj": 4}}, "which is none"),
     ],
 )
@@ -187,6 +191,7 @@ A_OF_Q, B_OF_Q = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
         (lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"), "adapter_model.bin is pickled"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
         (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json"),
+        (lambda f: [(f / "adapter_config.json").unlink(), os.mkfifo(f / "adapter_config.json")], "no adapter_config"),
         (lambda f: (f / "adapter_config.json").write_text("[]"), "holds no JSON object"),
         (lambda f: (f / "adapter_config.json").write_text("{" * 100_000), "Cannot read"),
         (lambda f: (f / "adapter_config.json").write_text(" " * (1 << 20) + "{}"), "has 1048578 bytes"),
@@ -212,11 +217,15 @@ def test_what_memory_does_not_hold_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = write_adapter(tmp_path / "a", SHAPES)
-    needed = 4 * 4 * sum(shape.in_features + shape.out_features for shape in SHAPES.values())
+    needed = 4 * 32 * sum(shape.in_features + shape.out_features for shape in SHAPES.values())
     monkeypatch.setattr(lora, "available_memory", lambda: needed)
     read_adapter(adapter, SHAPES, torch.float32)
     monkeypatch.setattr(lora, "available_memory", lambda: needed - 1)
     refused(adapter, "of memory is available")
+    wide = SHAPES | {Q: LayerShape(24, 16, joined=72)}  # two thirds of what is served are zeros
+    monkeypatch.setattr(lora, "available_memory", lambda: needed + 4 * 32 * 48 - 1)
+    with pytest.raises(StartError, match="of memory is available"):
+        read_adapter(adapter, wide, torch.float32)
 
 
 def test_the_rules_are_those_of_the_file(tmp_path: Path) -> None:

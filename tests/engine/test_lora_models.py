@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import ops
 from engine.attention.native import NativeAttention
-from engine.config import Quantization
+from engine.config import Quantization, StartError
 from engine.models.backbone import Backbone
 from engine.models.deltas import AdapterSpan, LowRank, joined
 from engine.models.fused import FusedModel
 from engine.models.lora import LayerShape, add_adapters
+from engine.models.tree import TreeModel
 from tests.engine.adapters import AdaptedRun, merge, shapes_of, write_adapter
 from tests.engine.recipes import RECIPES, backbones, draw_tensors
 from tests.engine.tiny_configs import Way, paged_backbone, plain_logits, plain_tree, relative, tokens
@@ -201,3 +202,31 @@ def test_bad_adapters_and_spans_are_refused_in_words() -> None:
             backbone.forward(*inputs, tuple(AdapterSpan(*span) for span in spans))
     backbone.forward(*inputs, (AdapterSpan(1, 0, 1), AdapterSpan(1, 2, 4)))
     run.close()
+
+
+class HalfSeen(nn.Module):
+    """A module that sees every other token."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, ::2] = self.inner(x[:, ::2])
+        return y
+
+
+def test_a_layer_that_does_not_see_all_tokens_takes_no_adapter(tmp_path: Path) -> None:
+    backbone = paged_backbone("gpt2", NativeAttention(), "swapped", join=False)
+    model = backbone.model
+    assert isinstance(model, TreeModel)
+    model.tree.transformer.h[1].mlp = HalfSeen(model.tree.transformer.h[1].mlp)
+    shapes = shapes_of(backbone)
+    seen = {path: shape for path, shape in shapes.items() if ".inner." not in path}
+    assert len(seen) < len(shapes)
+    add_adapters(backbone, [write_adapter(tmp_path / "seen", seen, exclude_modules="inner")])
+    assert shapes_of(backbone) == shapes
+    in_chunks(backbone, [tokens(20)], [1])
+    with pytest.raises(StartError, match=r"transformer\.h\.1\.mlp\.inner\.c_"):
+        add_adapters(backbone, [write_adapter(tmp_path / "all", shapes)])
