@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.config import Adapter
 from engine.models.backbone import Backbone
@@ -31,11 +32,13 @@ def shapes_of(backbone: Backbone) -> dict[str, LayerShape]:
 
 def shapes_in(tree: nn.Module) -> dict[str, LayerShape]:
     """Of a transformers model's linear layers."""
-    return {
-        name: LayerShape(module.out_features, module.in_features)
-        for name, module in tree.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    }
+    shapes = {}
+    for name, module in tree.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            shapes[name] = LayerShape(module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            shapes[name] = LayerShape(module.nf, module.nx)
+    return shapes
 
 
 def write_adapter(

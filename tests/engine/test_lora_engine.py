@@ -26,7 +26,9 @@ from engine.config import (
 )
 from engine.llm import LLM
 from engine.models import loader
+from engine.models.adapted_tree import AdaptedLinear
 from engine.models.fused import FusedModel
+from engine.models.tree import TreeModel
 from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams
 from tests.engine.adapters import LayerShape, merge, shapes_in, write_adapter
 from tests.engine.harness import Generated, Harness
@@ -43,8 +45,8 @@ def unfused_folder(parent: Path) -> Path:
     folder = parent / "unfused"
     torch.manual_seed(3)
     config = AutoConfig.for_model(
-        "gpt_neox", vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+        "gpt2", vocab_size=VOCAB_SIZE, n_embd=64, n_inner=96, n_layer=2, n_head=4, n_positions=1024,
+        bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -63,7 +65,7 @@ def folder_of(parent: Path, kind: str) -> Path:
 def adapters_for(folder: Path) -> tuple[Adapter, Adapter]:
     shapes = shapes_in(AutoModelForCausalLM.from_pretrained(folder))
     some: dict[str, LayerShape] = {
-        path: shape for path, shape in shapes.items() if path.endswith(("q_proj", "v_proj", "down_proj", "dense"))
+        path: shape for path, shape in shapes.items() if path.endswith(("q_proj", "v_proj", "down_proj", "c_attn"))
     }
     home = folder.parent / "adapters"
     return write_adapter(home / "a", shapes, seed=1), write_adapter(home / "b", some, seed=2, rank=8, use_rslora=True)
@@ -241,6 +243,13 @@ def test_vectors_and_logprobs_of_prompts_are_the_adapters(kind: str, tmp_path: P
             ours, theirs = (torch.frombuffer(bytearray(v), dtype=torch.float32) for v in (mixed[i], vector))
             assert len(ours)
             assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
+
+
+def test_the_model_without_a_recipe_has_none(tmp_path: Path) -> None:
+    folder = unfused_folder(tmp_path)
+    model = load_engine(config_of(folder, adapters_for(folder))).runner.backbone.model
+    assert isinstance(model, TreeModel)
+    assert len([1 for module in model.tree.modules() if isinstance(module, AdaptedLinear)]) == 8
 
 
 def test_adapters_count_as_weights_and_the_one_call_stays(tmp_path: Path) -> None:
