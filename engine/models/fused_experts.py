@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.models.fused_parts import Linear, Weights
 from engine.models.fused_recipe import CORRECTION, ROUTER, SHARED_GATE, ExpertsRecipe
@@ -17,9 +18,12 @@ from engine.ops import ActivationKind
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """As a softmax against zero, which is computed row by row: torch's own rounds the last few elements of a tensor
-    otherwise than the rest, so a value would depend on where it stands. float32."""
-    return torch.softmax(torch.stack([x, torch.zeros_like(x)], -1), -1)[..., 0]
+    """x: [num_tokens, count], float32. Of each row's softmax with a zero beside it, which is computed row by row:
+    torch's own sigmoid rounds the last few elements of a tensor otherwise than the rest, so a value would depend on
+    its neighbours. Past 64 there is nothing to tell apart."""
+    shares = torch.softmax(functional.pad(x.clamp(-64, 64), (0, 1)), -1)
+    own, zero = shares[:, :-1], shares[:, -1:]
+    return own / (own + zero)
 
 
 def route(logits: Tensor, recipe: ExpertsRecipe, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

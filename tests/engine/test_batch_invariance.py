@@ -99,7 +99,7 @@ def check(model: Path, dtype: str, *, sizes: tuple[int, ...], alone: int, quanti
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3", "glm4_moe"])
 def test_tiny_models_are_batch_invariant(kind: str, dtype: str, tmp_path: Path) -> None:
     check(tiny_folder(tmp_path, kind), dtype, sizes=(2, 7, 33, 64), alone=12)
 

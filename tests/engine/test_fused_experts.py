@@ -112,11 +112,17 @@ def test_rows_keep_their_bits(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_sigmoid_s_bits_do_not_depend_on_its_place() -> None:
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(4))
-    whole = sigmoid(x)
-    torch.testing.assert_close(whole, x.sigmoid())
-    for start in range(1, 40):
-        assert torch.equal(sigmoid(x[start : start + 7]), whole[start : start + 7])
+    for width in (1, 13, 128):
+        x = torch.randn(300, width, generator=torch.Generator().manual_seed(4)) * 3
+        whole = sigmoid(x)
+        torch.testing.assert_close(whole, x.sigmoid())
+        for start in range(1, 40):
+            assert torch.equal(sigmoid(x[start : start + 7]), whole[start : start + 7])
+
+
+def test_a_sigmoid_of_large_numbers() -> None:
+    x = torch.tensor([[1e4, -1e4, 0.0, 50.0, -50.0, 1.0], [-1e30, -1e30, -80.0, -90.0, -100.0, -64.0]])
+    torch.testing.assert_close(sigmoid(x), x.sigmoid())
 
 
 def test_quantised_experts_are_near_the_exact_ones() -> None:
