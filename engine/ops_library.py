@@ -1,6 +1,6 @@
 """Finds and loads the compiled ops: `_C`, which everything needs, and `_C_cuda`, the kernels for CUDA tensors.
 
-Knows files; what the ops are is in engine/ops.py and engine/device_ops.py.
+Knows files; what the ops are is in engine/ops.py, decoder_ops.py and device_ops.py.
 """
 
 from __future__ import annotations

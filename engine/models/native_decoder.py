@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine import ops
+from engine import decoder_ops
 from engine.attention.base import PagedLayer
 from engine.models.deltas import PackedLowRank, Spans
 from engine.models.rope_table import RopeTable
@@ -88,7 +88,7 @@ class NativeDecoder:
         RuntimeError if shapes and tensors do not fit together."""
         self._none = none = final_norm.new_empty(0)
         norms: list[tuple[float, NormVariant]] = [norm or (0.0, "llama") for norm in shape.norms]
-        self.handle = ops.decoder_create(
+        self.handle = decoder_ops.create(
             [embedding, final_norm, head, none if head_bias is None else head_bias],
             [none if tensor is None else tensor for layer in layers for tensor in layer],
             sizes=(
@@ -112,7 +112,7 @@ class NativeDecoder:
             variants=[variant for _, variant in norms],
             activation=shape.activation,
         )
-        weakref.finalize(self, ops.decoder_destroy, self.handle)
+        weakref.finalize(self, decoder_ops.destroy, self.handle)
         self._attached: list[Tensor] = []
 
     def forward(
@@ -131,7 +131,7 @@ class NativeDecoder:
             key_caches.append(key_cache)
             value_caches.append(value_cache)
         self._attach([tensor for rope in ropes for tensor in rope.rows()], key_caches, value_caches)
-        return ops.decoder_forward(
+        return decoder_ops.forward(
             self.handle,
             input_ids,
             positions,
@@ -147,11 +147,11 @@ class NativeDecoder:
         """One more adapter: per layer what it adds to the four products, in the order of LayerTensors."""
         pairs = [(self._none, self._none) if each is None else (each.a, each.b) for each in added]
         ranks = [0 if each is None else each.rank for each in added]
-        ops.decoder_adapt(self.handle, [tensor for pair in pairs for tensor in pair], ranks)
+        decoder_ops.adapt(self.handle, [tensor for pair in pairs for tensor in pair], ranks)
 
     def step_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """See ops.decoder_step_bytes."""
-        return ops.decoder_step_bytes(self.handle, num_tokens, num_rows)
+        """See decoder_ops.step_bytes."""
+        return decoder_ops.step_bytes(self.handle, num_tokens, num_rows)
 
     def _attach(self, ropes: list[Tensor], key_caches: list[Tensor], value_caches: list[Tensor]) -> None:
         """Tell csrc where tables and caches lie, if they are others than in the last forward."""
@@ -159,5 +159,5 @@ class NativeDecoder:
         same = len(wanted) == len(self._attached) and all(a is b for a, b in zip(wanted, self._attached, strict=True))
         if not same:
             self._attached = []  # whatever the call refuses leaves nothing attached
-            ops.decoder_attach(self.handle, ropes, key_caches, value_caches)
+            decoder_ops.attach(self.handle, ropes, key_caches, value_caches)
             self._attached = wanted

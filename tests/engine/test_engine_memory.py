@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import ops
+from engine import decoder_ops
 from engine.assembly import EngineParts, load_engine, plan
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.models.backbone import Backbone
@@ -61,12 +61,12 @@ def test_a_stopped_engine_holds_nothing(tmp_path: Path) -> None:
 def test_a_decoder_ends_with_its_model() -> None:
     native, _ = backbones(RECIPES["plain"], draw_tensors(RECIPES["plain"], torch.float32))
     handle = native.model.decoder.handle  # type: ignore[attr-defined]  # of FusedModel
-    assert ops.decoder_step_bytes(handle, 1, 1) > 0
+    assert decoder_ops.step_bytes(handle, 1, 1) > 0
     ended: list[weakref.ref[Backbone]] = [weakref.ref(native)]
     del native
     assert ended[0]() is None
     with pytest.raises(RuntimeError, match="wanted one from decoder_create"):
-        ops.decoder_step_bytes(handle, 1, 1)
+        decoder_ops.step_bytes(handle, 1, 1)
 
 
 def test_a_step_is_part_of_the_plan(tmp_path: Path) -> None:

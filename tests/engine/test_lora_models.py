@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import ops
+from engine import decoder_ops, ops
 from engine.attention.native import NativeAttention
 from engine.config import Quantization, StartError
 from engine.models.backbone import Backbone
@@ -193,8 +193,8 @@ def test_bad_adapters_and_spans_are_refused_in_words() -> None:
         ([none, none, a, b] + [none] * 20, [0, 4] + [0] * 10, "low_ranks: wanted"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.decoder_adapt(handle, low_ranks, ranks)
-    ops.decoder_adapt(handle, [a, b] + [none] * 22, [4] + [0] * 11)
+            decoder_ops.adapt(handle, low_ranks, ranks)
+    decoder_ops.adapt(handle, [a, b] + [none] * 22, [4] + [0] * 11)
     run = AdaptedRun(backbone, {0: 0})
     inputs = torch.arange(4), torch.arange(4), run.metadata_for([(0, [0, 1, 2, 3])]), torch.arange(4)
     for spans in (((2, 0, 1),), ((0, 0, 1),), ((1, 0, 5),), ((1, 2, 2),), ((1, -1, 2),), ((1, 2, 4), (1, 0, 1))):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ops
+from engine import decoder_ops, ops
 from engine.config import Quantization
 from engine.models.backbone import Backbone
 from engine.models.fused import FusedModel
@@ -213,17 +213,17 @@ def test_a_bad_step_is_refused_in_words(changed: dict[str, Tensor], message: str
     model, values = arguments(**changed)
     assert model.decoder is not None
     with pytest.raises(RuntimeError, match=message):
-        ops.decoder_forward(model.decoder.handle, **values)
+        decoder_ops.forward(model.decoder.handle, **values)
 
 
 def test_a_handle_ends_with_its_model() -> None:
     model, values = arguments()
     assert model.decoder is not None
     handle = model.decoder.handle
-    ops.decoder_forward(handle, **values)
+    decoder_ops.forward(handle, **values)
     del model
     with pytest.raises(RuntimeError, match="decoder_forward: handle: wanted one from decoder_create"):
-        ops.decoder_forward(handle, **values)
+        decoder_ops.forward(handle, **values)
 
 
 def test_without_caches_there_is_no_step() -> None:
@@ -231,9 +231,9 @@ def test_without_caches_there_is_no_step() -> None:
     assert model.decoder is not None
     caches = [torch.zeros(8, 2, 16, 64) for _ in RECIPES["plain"].layers]
     with pytest.raises(RuntimeError, match="key_caches: wanted 3 entries, got 2"):
-        ops.decoder_attach(model.decoder.handle, [], caches[:2], caches)
+        decoder_ops.attach(model.decoder.handle, [], caches[:2], caches)
     with pytest.raises(RuntimeError, match="call decoder_attach first"):
-        ops.decoder_forward(model.decoder.handle, **values)
+        decoder_ops.forward(model.decoder.handle, **values)
 
 
 def test_a_refused_attachment_leaves_nothing_behind() -> None:
@@ -286,7 +286,7 @@ def test_python_runs_while_it_computes() -> None:
         sys.setswitchinterval(1000.0)
         for _ in range(10000):
             before = turns[0]
-            ops.decoder_forward(handle, **values)
+            decoder_ops.forward(handle, **values)
             if turns[0] > before:
                 break
         else:
@@ -323,11 +323,11 @@ def test_two_models_at_once() -> None:
 PROCESS = """
 import os, sys, weakref
 import torch
-from engine import ops
+from engine import decoder_ops
 from tests.engine.test_native_decoder import arguments
 model, values = arguments()
 torch.set_num_threads(4)
-compute = lambda: ops.decoder_forward(model.decoder.handle, **values)
+compute = lambda: decoder_ops.forward(model.decoder.handle, **values)
 first = compute()
 if sys.argv[1] == "fork":
     child = os.fork()
@@ -338,11 +338,11 @@ if sys.argv[1] == "fork":
 if sys.argv[1] == "nested":  # the end of a decoder's last tensor ends another decoder
     other, _ = arguments()
     kept, embedding = model.decoder, model._embedding
-    weakref.finalize(embedding, ops.decoder_destroy, other.decoder.handle)
+    weakref.finalize(embedding, decoder_ops.destroy, other.decoder.handle)
     del model, embedding
-    ops.decoder_destroy(kept.handle)
+    decoder_ops.destroy(kept.handle)
     try:
-        ops.decoder_forward(other.decoder.handle, **values)
+        decoder_ops.forward(other.decoder.handle, **values)
     except RuntimeError as error:
         sys.exit(0 if "wanted one from decoder_create" in str(error) else 5)
     sys.exit(6)
