@@ -20,7 +20,7 @@ from engine.config import StartError
 from engine.dummy_tokenizer import dummy_backend
 from engine.gguf_tokenizer import build_backend
 from engine.models.config_facts import eos_ids
-from engine.models.source import Source, read_json
+from engine.models.source import Source, read_json, read_text
 from engine.tokenizer import Tokenizer
 
 _TEXTS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -147,7 +147,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, s
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"Cannot read {path}: {error}.") from error
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pagemill: {error}", file=sys.stderr)
         return USAGE_ERROR
     except StartError as error:
-        print(f"pagemill: {error}", file=sys.stderr)
+        print(f"pagemill: {_printable(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -112,13 +112,18 @@ def _serve(settings: Settings) -> int:
         code = lifecycle.serve(settings, lambda: AsyncEngine(config), listener, loop_factory)
         died = code != 0
     except StartError as error:
-        print(f"pagemill: {error}", file=sys.stderr)
+        print(f"pagemill: {_printable(error)}", file=sys.stderr)
         code = 1
     except Exception:
         logging.getLogger("pagemill.server").critical("the server failed", exc_info=True)
         code = 1
     lifecycle.leave(code, died=died)
     return code
+
+
+def _printable(error: StartError) -> str:
+    """A sentence may quote names from the files of a stranger: they shall not command the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(error))
 
 
 @contextmanager

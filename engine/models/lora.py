@@ -25,6 +25,7 @@ from engine.models.safetensors_files import Shard, open_shard
 logger = logging.getLogger("pagemill.engine")
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_HEADER = 16 << 20  # bytes; 60,000 layers' names need no more
 PICKLE_FILE = "adapter_model.bin"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +74,7 @@ def read_adapter(adapter: Adapter, shapes: Mapping[str, LayerShape], dtype: torc
     Raises StartError."""
     folder = _folder(adapter)
     rules = read_rules(adapter, folder)
-    shard = open_shard(folder / WEIGHTS_FILE)
+    shard = open_shard(folder / WEIGHTS_FILE, MAX_HEADER)
     names = _names(adapter, shard, shapes)
     _check_layers(adapter, rules, names, shapes)
     _check_room(adapter, rules, names, shapes, dtype)

@@ -21,9 +21,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 4096
 MAX_ALPHA = 1e6
 _MAX_PATTERN = 200  # characters
-_MAX_REPEATS = 3  # of * + and {} in a pattern: its time grows as the length of a name to that power
-_MAX_ALL_REPEATS = 60  # in all patterns of a field
 _MAX_NAMES = 4096  # of layers in a field
+_MAX_WAYS = 1 << 17  # in which all patterns of a field may be tried on a name
+_NUM_ENDS = 32  # of a repetition in a name, or so
 _REFUSED = (  # each changes what is computed, or more than linear layers
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
@@ -127,7 +127,7 @@ def _targets(adapter: Adapter, values: Mapping[str, Any]) -> tuple[str, ...] | N
 
 def _layers(adapter: Adapter, values: Mapping[str, Any]) -> frozenset[int] | None:
     layers = values.get("layers_to_transform")
-    if layers is None:
+    if layers is None or layers == []:
         return None
     numbers = layers if isinstance(layers, list) else [layers]
     if not all(type(number) is int for number in numbers):
@@ -140,18 +140,28 @@ def _patterns(adapter: Adapter, values: Mapping[str, Any], field: str) -> list[t
     given = values.get(field) or {}
     if not isinstance(given, dict):
         raise Refusal(adapter, f"{field} is {_short(given)}")
-    if len(given) > _MAX_NAMES or sum(map("".join(given).count, "*+{")) > _MAX_ALL_REPEATS:
+    if len(given) > _MAX_NAMES:
         raise Refusal(adapter, f"{field} has {len(given)} patterns, which may take long to match")
-    patterns = []
+    patterns, ways = [], 0.0
     for text, value in given.items():
-        repeats = sum(map(text.count, "*+{"))
-        if len(text) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"\)[*+{]", text):
+        if len(text) <= _MAX_PATTERN:
+            ways += _ways(text)
+        if len(text) > _MAX_PATTERN or ways > _MAX_WAYS or re.search(r"\)[*+{]", text):
             raise Refusal(adapter, f"{field} has the pattern {_short(text)}, which may take long to match")
         try:
             patterns.append((re.compile(rf"(?:.*\.)?(?:{text})"), value))
         except (re.error, OverflowError, RecursionError) as error:
             raise Refusal(adapter, f"{field} has the pattern {_short(text)}, which is none ({error})") from error
     return patterns
+
+
+def _ways(text: str) -> float:
+    """In how many a pattern may be tried on a name, at most: a repetition may end at many characters, an option be
+    there or not, and any branch of a group be taken (most ways if all groups have equally many)."""
+    repeats = sum(map(text.count, "*+{"))
+    options = text.count("?") - text.count("(?")
+    groups = text.count("(") + 1
+    return float(_NUM_ENDS) ** repeats * 2.0**options * (1 + text.count("|") / groups) ** groups
 
 
 def _rank(adapter: Adapter, field: str, value: object) -> int:

@@ -23,6 +23,10 @@ from engine.config import StartError
 from engine.models.source import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
+_UNREADABLE = (
+    *(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, SafetensorError),
+    MemoryError,  # from the library: more bytes than this process may map
+)
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -48,20 +52,24 @@ class Shard:
         return lambda name: cast(Tensor, file.get_tensor(name))
 
 
-def open_shard(path: Path) -> Shard:
-    """Reads and checks the header. Raises StartError."""
+def open_shard(path: Path, max_header: int = _MAX_HEADER) -> Shard:
+    """Reads and checks the header, which has up to `max_header` bytes. Raises StartError."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no regular file")
         with path.open("rb") as file:
             size = path.stat().st_size
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            if not 2 <= length <= size - 8:
                 raise ValueError("its header is cut short or no header at all")
+            if length > max_header:
+                raise ValueError(f"its header has {length} bytes, more than {max_header}")
             header = file.read(length)
         shapes = _check(json.loads(header), size - 8 - length)
         with safe_open(str(path), framework="pt"):  # the library's own opinion, before anything depends on it
             pass
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise StartError(f"{path} is not a readable safetensors file ({_reason(error)}).") from error
     return Shard(path, shapes, header)
 

@@ -7,9 +7,11 @@ pickled weights only is refused here or when its config is read.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,10 +55,20 @@ def resolve_source(model: str | None, *, load_format: LoadFormat = "auto", allow
     raise StartError(f"There is no model at {model}: it is neither a folder, a GGUF file nor a hub id (owner/name).")
 
 
+def read_text(path: Path) -> str:
+    """A file of UTF-8. What a stranger's folder has may be a pipe that nobody writes to, or have no end: such are
+    refused before they are opened. Raises OSError, UnicodeDecodeError."""
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    with path.open("rb") as file:
+        return file.read(found.st_size).decode("utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder. Raises StartError."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise StartError(f"Cannot read {path}: {_first_line(error)}.") from error
     if not isinstance(value, dict):

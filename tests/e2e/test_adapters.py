@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.models.lora import LayerShape
 from tests.e2e.conftest import real_server
@@ -229,3 +230,13 @@ def test_one_that_does_not_fit_the_model_ends_the_start_in_one_sentence(flags: l
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("pagemill: ")]
     assert "wrong" in line
     assert "Traceback" not in done.stderr
+
+
+def test_names_in_a_strangers_file_command_no_terminal(flags: list[str], tmp_path: Path) -> None:
+    named = make_adapter(tmp_path / "named", Path(flags[0]), 3)
+    path = tmp_path / "named" / "adapter_model.safetensors"
+    save_file({**load_file(path), "\x1b[2J\nall is well": torch.zeros(1)}, path)
+    done = command("check", *flags[:-3], "--lora-modules", named)
+    assert done.returncode == 1, done.stderr
+    assert r"its tensor \x1b[2J\nall is well is no lora_A.weight" in done.stderr
+    assert "\x1b" not in done.stderr

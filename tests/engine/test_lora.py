@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_some_layers_alone_may_be_changed(tmp_path: Path) -> None:
     assert set(read_adapter(adapter, more, torch.float32)) == set(only)
 
 
+def test_no_list_of_layers_means_all(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a", SHAPES, layers_to_transform=[])
+    assert set(read_adapter(adapter, SHAPES, torch.float32)) == set(SHAPES)
+
+
+def test_patterns_as_people_write_them_are_quick_enough(tmp_path: Path) -> None:
+    patterns = {
+        r"layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13|14|15)\.self_attn\.(q|k|v|o)_proj": 4,
+        r"(?:model\.)?layers\.\d+\.mlp\.(?:gate|up|down)_proj": 4,
+        r".*\.layers\..*(q|v)_proj.*": 4,
+        **{f"model.layers.{n}.mlp.{name}_proj": 4 for n in range(80) for name in ("gate", "up", "down")},
+    }
+    adapter = write_adapter(tmp_path / "a", SHAPES, alpha_pattern=patterns)
+    assert torch.allclose(product(adapter, UP), added(adapter, dict.fromkeys(SHAPES, 1.0))[UP], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -131,9 +148,11 @@ def test_some_layers_alone_may_be_changed(tmp_path: Path) -> None:
         ({"alpha_pattern": {"(a|aa)*": 4}}, "may take long"),
         ({"alpha_pattern": {".*.*.*.*x": 4}}, "may take long"),
         ({"alpha_pattern": {"a" * 201: 4}}, "may take long"),
-        ({"alpha_pattern": {f"{n}.*x": 4 for n in range(61)}}, "has 61 patterns"),
         ({"rank_pattern": {f"layer{n}": 4 for n in range(4097)}}, "has 4097 patterns"),
         ({"target_modules": [f"layer{n}" for n in range(4097)]}, "has 4097 names"),
+        ({"alpha_pattern": {".?" * 90 + "x": 4}}, "may take long"),
+        ({"alpha_pattern": {"(|.)" * 45 + "x": 4}}, "may take long"),
+        ({"alpha_pattern": {f".*.*.*{i}x": 4 for i in range(100)}}, "may take long"),
         ({"alpha_pattern": {"(q_proj": 4}}, "which is none"),
     ],
 )
@@ -160,6 +179,17 @@ def changed(rewrite: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], Non
         save_file(tensors, folder / "adapter_model.safetensors")
 
     return change
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def long_header(path: Path) -> None:
+    """Of a file without tensors."""
+    header = b'{"__metadata__":{"x":"' + b"x" * lora.MAX_HEADER + b'"}}'
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
 A_OF_Q, B_OF_Q = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
@@ -195,6 +225,11 @@ A_OF_Q, B_OF_Q = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
         (lambda f: (f / "adapter_config.json").write_text("[]"), "holds no JSON object"),
         (lambda f: (f / "adapter_config.json").write_text("{" * 100_000), "Cannot read"),
         (lambda f: (f / "adapter_config.json").write_text(" " * (1 << 20) + "{}"), "has 1048578 bytes"),
+        (lambda f: replaced(f / "adapter_config.json", os.mkfifo), "no adapter_config.json"),
+        (lambda f: replaced(f / "adapter_config.json", lambda p: p.symlink_to("/dev/zero")), "no adapter_config.json"),
+        (lambda f: replaced(f / "adapter_config.json", Path.mkdir), "no adapter_config.json"),
+        (lambda f: replaced(f / "adapter_model.safetensors", os.mkfifo), "no adapter_model.safetensors"),
+        (lambda f: replaced(f / "adapter_model.safetensors", long_header), "its header has"),
         (lambda f: f.rename(f.parent / "elsewhere"), "no such folder"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from engine.config import StartError
 from engine.models import config_facts, source
+from engine.models.safetensors_files import open_shard
 from engine.models.source import read_json, resolve_source
 from engine.outputs import SamplingDefaults
 
@@ -144,6 +147,16 @@ def test_broken_json_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(StartError, match="Cannot read"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_never_ends_or_never_comes_is_not_waited_for(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(StartError, match="no regular file"):
+        read_json(tmp_path / "config.json")
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(StartError, match="no regular file"):
+        open_shard(tmp_path / "model.safetensors")
 
 
 # ---- facts
