@@ -94,16 +94,15 @@ class Deltas:
 
     def __init__(self) -> None:
         self._of: dict[int, PackedLowRank] = {}
+        self.num_bytes = 0  # of all; asked for after each, of which there may be hundreds
 
     def put(self, adapter: int, low_rank: LowRank) -> None:
-        self._of[adapter] = PackedLowRank(low_rank)
+        """Once for each adapter."""
+        self._of[adapter] = delta = PackedLowRank(low_rank)
+        self.num_bytes += delta.num_bytes
 
     def of(self, adapter: int) -> PackedLowRank | None:
         return self._of.get(adapter)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(delta.num_bytes for delta in self._of.values())
 
     def change(self, spans: Spans) -> bool:
         """False if the product is as without adapters."""
