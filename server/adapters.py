@@ -35,7 +35,7 @@ def parse_modules(value: object) -> tuple[LoraModule, ...]:
     return modules
 
 
-def check_names(modules: Iterable[LoraModule], model_names: Sequence[str]) -> None:
+def check_names(modules: Iterable[Adapter], model_names: Sequence[str]) -> None:
     """Raises StartError where an adapter is called like the model."""
     for module in modules:
         if module.name in model_names:

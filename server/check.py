@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from engine.async_engine import Plan, plan
 from engine.config import EngineConfig
+from server.adapters import check_names
 
 
-def report(config: EngineConfig, lengths: Sequence[int]) -> str:
-    """Loads the model as serving would: only then are its shapes, the checks and the pool known. Raises StartError."""
-    return render(plan(config), lengths, [adapter.name for adapter in config.lora.adapters])
+def report(config: EngineConfig, lengths: Sequence[int], served_names: Sequence[str] = ()) -> str:
+    """Loads the model as serving would: only then are its shapes, the checks, the pool and its own name known.
+    Raises StartError."""
+    found = plan(config)
+    check_names(config.lora.adapters, served_names or (found.info.name,))
+    return render(found, lengths, [adapter.name for adapter in config.lora.adapters])
 
 
 def render(found: Plan, lengths: Sequence[int], adapters: Sequence[str] = ()) -> str:

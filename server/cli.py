@@ -146,7 +146,7 @@ def _check(settings: Settings, lengths: Sequence[int]) -> int:
     set_thread_environment(settings)
     from server import check
 
-    print(check.report(config, lengths))
+    print(check.report(config, lengths, settings.served_model_name))
     return 0
 
 

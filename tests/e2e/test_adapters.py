@@ -221,6 +221,10 @@ def test_check_names_them(flags: list[str]) -> None:
     done = command("check", *flags)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^adapters +a, team/b$", done.stdout, re.MULTILINE)
+    path = flags[-2].partition("=")[2]
+    done = command("check", *flags[:-5], "--lora-modules", f"{Path(flags[0]).name}={path}")
+    assert done.returncode == 1, done.stdout
+    assert "is a name of the model itself" in done.stderr
 
 
 def test_one_that_does_not_fit_the_model_ends_the_start_in_one_sentence(flags: list[str], tmp_path: Path) -> None:
