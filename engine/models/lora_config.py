@@ -98,7 +98,7 @@ def read_rules(adapter: Adapter, folder: Path) -> LoraRules:
     return LoraRules(
         rank=_rank(adapter, "r", values.get("r")),
         alpha=_alpha(adapter, "lora_alpha", values.get("lora_alpha")),
-        is_stabilised=values.get("use_rslora") is True,
+        is_stabilised=bool(values.get("use_rslora")),  # as peft reads it
         targets=targets,
         layers=layers,
         may_lack=layers is not None or bool(values.get("exclude_modules")),

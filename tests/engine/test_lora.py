@@ -43,6 +43,7 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     [
         ({}, {}, {Q: 2.0, V: 2.0, UP: 2.0}),
         ({"use_rslora": True}, {}, {Q: 4.0, V: 4.0, UP: 4.0}),
+        ({"use_rslora": 1}, {}, {Q: 4.0, V: 4.0, UP: 4.0}),
         ({"rank_pattern": {"q_proj": 16}}, {Q: 16}, {Q: 0.5, V: 2.0, UP: 2.0}),
         ({"rank_pattern": {"q_proj": 16}, "use_rslora": True}, {Q: 16}, {Q: 2.0, V: 4.0, UP: 4.0}),
         ({"alpha_pattern": {"q_proj": 16, "_proj": 1, "mlp.up_proj": 2.0}}, {}, {Q: 4.0, V: 2.0, UP: 0.5}),
