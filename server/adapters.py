@@ -88,6 +88,8 @@ def _made(given: object) -> LoraModule:
             f"must have names of 1 to {MAX_NAME} printable characters without commas or blanks around them, "
             f"got {shown(name)}"
         )
+    if {".", ".."} & set(name.split("/")):  # clients take them out of /v1/models/NAME
+        raise ValueError(f"must not have . or .. for a name or a part of one, got {shown(name)}")
     if not path.strip() or "\0" in path:
         raise ValueError(f"must have a path for {shown(name)}, got {shown(path)}")
     return LoraModule(name, path, given.get("base_model_name") or "")

@@ -90,6 +90,7 @@ def test_several_may_follow_one_flag_and_the_flag_may_be_repeated() -> None:
         ("sql", "must be NAME=PATH"), ("=x", "printable"), ("sql=", "must have a path for 'sql'"),
         ("a=x,a=y", "two adapters alike"), ("a\nb=x", "printable"), ("a" * 257 + "=x", "printable"), ("a=\0", "path"),
         ("", "must be NAME=PATH"), ("a=x,", "must be NAME=PATH"), ("\ud800=x", "printable"),
+        ("..=x", ". or .."), ("a/./b=x", ". or .."),
         ("{", "is not valid JSON"), ("[" * 100_000, "is not valid JSON"), ("[1]", "must be NAME=PATH"),
         ('{"name": "a"}', "must have a path"), ('{"path": "a"}', "printable"), ('{"name": 1, "path": "a"}', "texts"),
         ('{"name": "a,b", "path": "x"}', "commas"), ('{"name": " a", "path": "x"}', "blanks"),
