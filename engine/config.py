@@ -82,7 +82,7 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # token budget of one step
-    max_chunk_tokens: int = 256  # prompt tokens, all together, in a step that also decodes; twice that if few do
+    max_chunk_tokens: int = 256  # prompt tokens, all together, in a step that also decodes
     max_waiting_requests: int = 1024  # inbox and waiting together, in sequences
     max_waiting_tokens: int = 4_194_304  # prompt tokens of the same
     pipeline_depth: int | None = None  # steps in flight; None: 1 on the CPU, 2 on a device that runs on by itself

@@ -154,9 +154,7 @@ class Scheduler:
         wanting = [(s, num_tokens) for s in self.queues.running if (num_tokens := s.num_wanted_tokens) > 0]
         step.num_decoding = [num_tokens for _, num_tokens in wanting].count(1)
         if step.num_decoding:  # a burst of prompts must not make those who already stream wait for all of it
-            num_early = len(wanting) - step.num_decoding + len(self.queues.waiting)
-            num_chunks = 2 if num_early > step.num_decoding else 1
-            step.budget = min(step.budget, step.num_decoding + num_chunks * self._config.max_chunk_tokens)
+            step.budget = min(step.budget, step.num_decoding + self._config.max_chunk_tokens)
         unserved = step.num_decoding
         for sequence, num_tokens in wanting:
             if sequence.status is not SequenceStatus.RUNNING:  # it had to give way

@@ -238,9 +238,7 @@ class Settings(BaseSettings):
         "scheduler.max_num_batched_tokens", "Token budget of one step.", unit="tokens"
     )
     max_chunk_tokens: Positive = _of(
-        "scheduler.max_chunk_tokens",
-        "Prompt tokens, all together, in a step that also decodes; twice as many while more prompts wait than stream.",
-        unit="tokens",
+        "scheduler.max_chunk_tokens", "Prompt tokens, all together, in a step that also decodes.", unit="tokens"
     )
     max_waiting_requests: Positive = _of(
         "scheduler.max_waiting_requests", "Sequences that may wait; further requests get 429."
