@@ -56,15 +56,16 @@ def add_adapters(backbone: Backbone, adapters: Sequence[Adapter]) -> None:
     }
     for place, adapter in enumerate(adapters, 1):
         parts = read_adapter(adapter, shapes, backbone.dtype)
-        before = model.weight_bytes
+        num_layers, before = len(parts), model.weight_bytes
         for site in sites:
-            own = [parts.get(path) for path in site.paths]
+            own = [parts.pop(path, None) for path in site.paths]  # what is packed need not be kept
             if any(part is not None for part in own):
                 site.adapt(place, joined(site, own))
         logger.info(
             "Adapter %s changes %d linear layers and takes %s",
-            adapter.name, len(parts), size_text(model.weight_bytes - before),
+            adapter.name, num_layers, size_text(model.weight_bytes - before),
         )  # fmt: skip
+        del own
     model.finish_adapters(len(adapters))
     backbone.num_adapters = len(adapters)
 
@@ -169,7 +170,11 @@ def _check_room(
     shapes: Mapping[str, LayerShape],
     dtype: torch.dtype,
 ) -> None:
-    wanted = sum(shapes[path].num_bytes(rules.rank_of(stored), dtype) for path, (stored, _, _) in names.items())
+    wanted = 0
+    for path, (stored, _, _) in names.items():
+        rank, shape = rules.rank_of(stored), shapes[path]
+        read = rank * (shape.in_features + shape.out_features) * dtype.itemsize
+        wanted += read + shape.num_bytes(rank, dtype)  # both are there while it is packed
     available = available_memory()
     if wanted > available:
         raise Refusal(adapter, f"it takes {size_text(wanted)}, but only {size_text(available)} of memory is available")

@@ -23,6 +23,8 @@ MAX_ALPHA = 1e6
 _MAX_PATTERN = 200  # characters
 _MAX_NAMES = 4096  # of layers in a field
 _MAX_WAYS = 1 << 17  # in which all patterns of a field may be tried on a name
+# A repeated group, and what changes how the rest is read: verbose patterns may hide a repetition behind blanks.
+_HARD = re.compile(r"\)[*+{]|\(\?(?![:=!<])")
 _NUM_ENDS = 32  # of a repetition in a name, or so
 _REFUSED = (  # each changes what is computed, or more than linear layers
     *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
@@ -146,7 +148,7 @@ def _patterns(adapter: Adapter, values: Mapping[str, Any], field: str) -> list[t
     for text, value in given.items():
         if len(text) <= _MAX_PATTERN:
             ways += _ways(text)
-        if len(text) > _MAX_PATTERN or ways > _MAX_WAYS or re.search(r"\)[*+{]", text):
+        if len(text) > _MAX_PATTERN or ways > _MAX_WAYS or _HARD.search(text):
             raise Refusal(adapter, f"{field} has the pattern {_short(text)}, which may take long to match")
         try:
             patterns.append((re.compile(rf"(?:.*\.)?(?:{text})"), value))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from engine.config import StartError
 from engine.models.adapted_tree import AdaptedLinear, CurrentForward, adapter_sites
 from engine.models.allow import check_tree, expected_lookback, expected_softcap, one_line
 from engine.models.attention_hook import CallRecorder, PagedCalls, RecordedCall
-from engine.models.deltas import Site, Spans
+from engine.models.deltas import AdapterSpan, Site, Spans
 from engine.models.rope_table import RopeTable
 
 DRY_RUN_TOKENS = 3
@@ -56,16 +57,20 @@ class TreeModel:
         return adapter_sites(self.tree, self._current)
 
     def finish_adapters(self, num_adapters: int) -> None:
-        """See Computation.finish_adapters: a layer that one changes must see all tokens."""
+        """See Computation.finish_adapters: a layer that one changes must see all tokens, whatever they are."""
         attached = {
             module: module.__dict__["paged_layer"]
             for module in self.tree.modules()
             if "paged_layer" in module.__dict__
         }
         self._current.num_tokens = DRY_RUN_TOKENS
+        half = self.vocab_size // 2
         try:
-            record_calls(self.tree)
+            for adapter in range(1, num_adapters + 1):
+                self._current.spans = (AdapterSpan(adapter, 0, DRY_RUN_TOKENS),)
+                record_calls(self.tree, [half - place * half // DRY_RUN_TOKENS for place in range(DRY_RUN_TOKENS)])
         finally:
+            self._current.spans = ()
             for module, calls in attached.items():
                 module.paged_layer = calls
 
@@ -170,15 +175,16 @@ def _attach(tree: Any, backend: AttentionBackend) -> tuple[tuple[PagedCalls, ...
 
 
 @torch.inference_mode()
-def record_calls(tree: Any) -> list[RecordedCall]:
-    """Every attention call of one forward, in order, with what the model reports about it. Leaves no trace."""
+def record_calls(tree: Any, token_ids: Sequence[int] | None = None) -> list[RecordedCall]:
+    """Every attention call of one forward, in order, with what the model reports about it. Leaves no trace.
+    token_ids: DRY_RUN_TOKENS of them; None: any one."""
     recorder = CallRecorder()
     modules = list(tree.modules())
     for module in modules:
         module.paged_layer = recorder
     # One token at all positions, and not the first of the vocabulary: that pads, and its embedding may be zero.
     device = tree.get_input_embeddings().weight.device
-    ids = torch.full((1, DRY_RUN_TOKENS), int(tree.config.vocab_size) // 2, device=device)
+    ids = torch.tensor([token_ids or [int(tree.config.vocab_size) // 2] * DRY_RUN_TOKENS], device=device)
     try:
         tree(input_ids=ids, position_ids=torch.arange(DRY_RUN_TOKENS, device=device).unsqueeze(0), use_cache=False)
     except StartError:

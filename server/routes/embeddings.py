@@ -67,6 +67,7 @@ class _Job:
         self._observer = Observer.of(request, front.metrics)
         self._adapter = front.adapter_of(body.model)
         self._vectors: list[bytes] = []
+        self._num_done = 0  # more than vectors, until a portion is complete
         self._streams: list[Generation] = []
         self._observer.admitted(
             request, front.check_model(body.model), params, "", time.monotonic(), adapter=self._adapter,
@@ -119,6 +120,7 @@ class _Job:
                         found[output.prompt_index] = output.embedding
                         self._num_cached += output.num_cached_tokens
                         self._observer.took(start + output.prompt_index, 0, 0, "stop")
+                        self._num_done += 1
         finally:
             stream.close()
         self._vectors += [found[index] for index in range(len(prompts))]
@@ -137,12 +139,11 @@ class _Job:
                 await asyncio.sleep(RETRY_S)
 
     def _count(self, failed: bool) -> None:
-        num_done = len(self._vectors)
         self._observer.ended(
             sum(map(len, self._prompts)),
             0,
             self._num_cached,
-            num_unfinished=len(self._prompts) - num_done,
+            num_unfinished=len(self._prompts) - self._num_done,
             failed=failed,
             scheduled_s=self._row_s(),
         )

@@ -191,6 +191,21 @@ async def test_a_failure_in_the_engine_is_an_error_without_its_inside() -> None:
         assert (await job).status_code == 503
 
 
+async def test_every_input_ends_once_however_many_came_before_a_failure() -> None:
+    engine = engine_of()
+    engine.fail_after = 3
+    async with client_of(engine) as client:
+        error_of(await client.post(PATH, json={"input": [[1]] * 5}), 500)
+        lines = (await client.get("/metrics")).text.splitlines()
+    ends = [line.split() for line in lines if line.startswith("pagemill_request_success_total{")]
+    assert {
+        name.split('finished_reason="')[1].split('"')[0]: float(count) for name, count in ends if count != "0.0"
+    } == {
+        "stop": 3.0,
+        "error": 2.0,
+    }
+
+
 async def test_a_client_that_leaves_stops_the_engine() -> None:
     engine = engine_of(pause_s=60.0)
     async with client_of(engine) as client:

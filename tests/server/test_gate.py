@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.gate import BURST, Gate, GateLimits, first_record, group_of
+from server.gate import BURST, STARTS, Caller, Gate, GateLimits, first_record, group_of
 from server.places import Crowd
 from tests.server.harness import eventually
 from tests.server.process import ServerProcess, stub_server
@@ -258,6 +258,20 @@ async def test_a_system_that_gives_no_more_files_is_asked_now_and_then(
         assert caplog.text.count("cannot take a connection") == 1
         gate.close()
         await gate.wait_closed()
+
+
+async def test_few_handshakes_begin_in_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener, contextlib.ExitStack() as open_sockets:
+        gate = Gate(listener, Greeting, GateLimits(9, 10, 10), lambda: None, lambda: None)
+        begun: list[Caller] = []
+        monkeypatch.setattr(gate, "_hand_over", begun.append)
+        for number in range(3 * STARTS):
+            gate._line.add(bytes([number % 2]), Caller(open_sockets.enter_context(socket.socket()), b""))
+        gate._begin()
+        assert len(begun) == STARTS
+        for turn in (2, 3, 3):
+            await asyncio.sleep(0)
+            assert len(begun) == turn * STARTS
 
 
 def test_the_first_of_those_who_are_most_gives_way_and_addresses_take_turns() -> None:
