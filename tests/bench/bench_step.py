@@ -46,11 +46,14 @@ class NoModel:
     """Answers with the same logits. Counts the seconds it is asked for, so that they can be left out."""
 
     tells_hidden_states = False
+    num_adapters = 0
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: object, logits_indices: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: object, logits_indices: Tensor, spans: object = ()
+    ) -> Tensor:
         return self._logits[: len(logits_indices)]
 
 
