@@ -1,6 +1,6 @@
 """Perplexity of a text under a served model: what quantisation costs, told beside bfloat16.
 
-    .venv/bin/python -m tests.perplexity [--model MODEL] [--quantization none auto int8 int4]
+    python -m tests.perplexity [--model MODEL] [--quantization none auto int8 int4]
 
 The text (tests/data/passage.txt, about 2,000 tokens) was written for this purpose, so no model has seen it. It goes
 through the paged cache in chunks of 256 tokens.

@@ -1,6 +1,6 @@
 """Speed of paged attention beside its floors and beside torch's SDPA.
 
-    python -m tests.bench.bench_attention [--threads 1 2] [--isa avx512]
+    python -m tests.bench.bench_attention [--threads 1 2] [--isa avx512] [--only decode]
 
 The floors (yardsticks.py, measured just before): B reading K and V once at the rate of a streaming read, F the two
 products at the rate of the level's dot instruction, exponentials not counted; last how many times the higher one ours
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -133,23 +133,30 @@ def prefill(yardsticks: Yardsticks, num_queries: int, length: int, kv_heads: int
     return f"{floors.judge(ours * 1e6)}   {ours * 1e6:8.0f} us   torch {theirs * 1e6:8.0f} us"
 
 
+def cases() -> Iterator[tuple[str, Callable[..., str], tuple[int, ...]]]:
+    """(name, what judges it, sizes)"""
+    for seqs, length, *rest in DECODE:
+        yield f"decode  {seqs:3d} x {length}, {rest}", decode, (seqs, length, *rest)
+    for seqs, length, common, *rest in SHARED:
+        yield f"shared  {seqs:3d} x {length}, {common} shared, {rest}", shared, (seqs, length, common, *rest)
+    for queries, length, *rest in PREFILL:
+        yield f"prefill {queries} x {length}, {rest}", prefill, (queries, length, *rest)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
     arguments = parser.parse_args()
     ops.set_isa(arguments.isa)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         yardsticks = Yardsticks.measure(threads, ("bfloat16",))
         print(f"level {ops.isa()}, {DTYPE}; seqs x length, kv heads, group, head dim\n{yardsticks}")
-        for seqs, length, *rest in DECODE:
-            print(f"  decode  {seqs:3d} x {length}, {rest}: {decode(yardsticks, seqs, length, *rest)}", flush=True)
-        for seqs, length, common, *rest in SHARED:
-            print(f"  shared  {seqs:3d} x {length}, {common} shared, {rest}: ", end="")
-            print(shared(yardsticks, seqs, length, common, *rest), flush=True)
-        for queries, length, *rest in PREFILL:
-            print(f"  prefill {queries} x {length}, {rest}: {prefill(yardsticks, queries, length, *rest)}", flush=True)
+        for name, judged, sizes in cases():
+            if arguments.only in name:
+                print(f"  {name}: {judged(yardsticks, *sizes)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A step of the decoder in one native call beside the same decoder op by op, interleaved, on SmolLM2-135M's shape.
 
-    .venv/bin/python -m tests.bench.bench_decoder [--threads 1 2] [--batches 1 4 16 64] [--prompt 512] [--limit 3]
+    python -m tests.bench.bench_decoder [--threads 1 2] [--batches 1 4 16 64] [--prompt 512] [--layers 30] [--limit 3]
 
 Weights are random; times do not depend on them. Milliseconds per step, the best of each contender's rounds and the
 median: CPU time of the calling thread with one thread (a busy machine does not spoil it), wall time with more. The
@@ -22,7 +22,7 @@ from engine import ops
 from engine.attention.base import AttentionMetadata
 from engine.kv.cache import KVCache
 from engine.models.backbone import Backbone
-from engine.models.fused_recipe import LayerRecipe
+from engine.models.fused_recipe import FusedRecipe, LayerRecipe
 from tests.engine.recipes import RECIPES, backbones, draw_tensors, rope
 
 BLOCK_SIZE = 16
@@ -36,6 +36,10 @@ SHAPE = replace(
     ropes=(rope(64, 1e5),),
     layers=(LayerRecipe(None, 0),) * 30,
 )
+
+
+def with_layers(count: int) -> FusedRecipe:
+    return replace(SHAPE, layers=SHAPE.layers[:1] * count)
 
 
 def metadata_of(lengths: list[int], queries: list[int]) -> AttentionMetadata:
@@ -86,12 +90,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=len(SHAPE.layers))
     parser.add_argument("--only", choices=["native", "stepwise"])
     parser.add_argument("--limit", type=float, default=3.0, help="seconds per line")
     arguments = parser.parse_args()
-    tensors = draw_tensors(SHAPE, torch.bfloat16, hidden=576, intermediate=1536)
+    shape = with_layers(arguments.layers)
+    tensors = draw_tensors(shape, torch.bfloat16, hidden=576, intermediate=1536)
     num_bytes = sum(t.nbytes for name, t in tensors.items())
-    models = dict(zip(("native", "stepwise"), backbones(SHAPE, tensors), strict=True))
+    models = dict(zip(("native", "stepwise"), backbones(shape, tensors), strict=True))
     models = {name: model for name, model in models.items() if arguments.only in (None, name)}
     for model in models.values():
         KVCache(model.layers, 64 * -(-arguments.context // BLOCK_SIZE) + 64, BLOCK_SIZE, torch.bfloat16)

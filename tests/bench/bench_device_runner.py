@@ -44,7 +44,9 @@ class Constant:
     def __init__(self, num_sequences: int) -> None:
         self._logits = torch.randn(num_sequences, VOCAB)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, metadata: object, wanted: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: object, wanted: Tensor, spans: object = ()
+    ) -> Tensor:
         return self._logits[: len(wanted)].clone()
 
 

@@ -1,6 +1,6 @@
 """The packed linear layer beside torch's and beside its floors, all contenders taken in turn within the same minute.
 
-    .venv/bin/python -m tests.bench.bench_linear [--dtype bfloat16] [--threads 1 2] [--rows 1 4 16 64 512 2048]
+    python -m tests.bench.bench_linear [--dtype bfloat16] [--threads 1 2] [--rows 1 4 16 64 512 2048]
 
 Weights rotate over enough copies to leave the caches, as the layers of a model do. Numbers are the best of several
 rounds, in microseconds per call: CPU time with one thread (a busy machine does not spoil it), wall time with more. The
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 512, 2048])
+    parser.add_argument("--only", default="", help="shapes whose name (576 -> 1536) holds this")
     parser.add_argument("--limit", type=float, default=0.4, help="seconds per number")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
@@ -80,6 +81,8 @@ def main() -> None:
         print(yardsticks)
         clock = time.thread_time if threads == 1 else time.perf_counter
         for n, k in SHAPES:
+            if arguments.only not in f"{k} -> {n}":
+                continue
             layer = Layer(n, k, dtype)
             for m in arguments.rows:
                 if m * n > 1 << 26:

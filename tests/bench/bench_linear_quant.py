@@ -1,6 +1,6 @@
 """The quantised linear layers beside our own bfloat16 one, shape by shape, taken in turn within the same minute.
 
-    .venv/bin/python -m tests.bench.bench_linear_quant [--threads 1 2] [--rows 1 4 16 64 512]
+    python -m tests.bench.bench_linear_quant [--threads 1 2] [--rows 1 4 16 64 512]
 
 Numbers are as in bench_linear.py, but more copies of a weight rotate: int4's must leave the caches too. Behind them
 what int8 and int4 (with minimums) gain over bfloat16, the rates at which their bytes are read, and int8's arithmetic.
@@ -43,10 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 512])
+    parser.add_argument("--only", default="", help="shapes whose name (576 -> 1536) holds this")
     parser.add_argument("--limit", type=float, default=0.4, help="seconds per number")
     arguments = parser.parse_args()
     print(f"{ops.isa()}, torch {torch.__version__}; us per call")
     for n, k in [*SHAPES, (262144, 640)]:
+        if arguments.only not in f"{k} -> {n}":
+            continue
         copies = max(1, ROTATED_BYTES // (n * k * 2))
         calls, sizes = contenders(n, k, copies)
         for threads in arguments.threads:

@@ -1,6 +1,6 @@
 """A decode step with LoRA adapters beside the same step without, interleaved, on SmolLM2-135M's shape.
 
-    .venv/bin/python -m tests.bench.bench_lora [--threads 1] [--batches 1 16 64] [--rank 16] [--limit 6]
+    python -m tests.bench.bench_lora [--threads 1] [--batches 1 16 64] [--rank 16] [--layers 30] [--limit 6]
 
 native: no adapter, one call; stepwise: no adapter, op by op; one: all rows have the same, in one call; half: every
 other row has it; eight: the rows have eight in turn; one-stepwise: as one, op by op. Adapters change all seven layers.
@@ -21,7 +21,7 @@ from engine import ops
 from engine.kv.cache import KVCache
 from engine.models.backbone import Backbone
 from engine.models.deltas import AdapterSpan, LowRank, Spans, joined
-from tests.bench.bench_decoder import BLOCK_SIZE, SHAPE, metadata_of
+from tests.bench.bench_decoder import BLOCK_SIZE, SHAPE, metadata_of, with_layers
 from tests.engine.recipes import backbones, draw_tensors
 
 NUM_ADAPTERS = 8
@@ -65,10 +65,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=len(SHAPE.layers))
     parser.add_argument("--limit", type=float, default=6.0, help="seconds per line")
     arguments = parser.parse_args()
-    tensors = draw_tensors(SHAPE, torch.bfloat16, hidden=576, intermediate=1536)
-    native, stepwise = backbones(SHAPE, tensors)
+    shape = with_layers(arguments.layers)
+    tensors = draw_tensors(shape, torch.bfloat16, hidden=576, intermediate=1536)
+    native, stepwise = backbones(shape, tensors)
     before = native.weight_bytes
     for model in (native, stepwise):
         add_adapters(model, arguments.rank)

@@ -1,6 +1,6 @@
 """Whole steps of a model in bfloat16 and quantised, interleaved: decodes of 1 to 64 sequences, and a prompt.
 
-    .venv/bin/python -m tests.bench.bench_quantised [--model MODEL] [--quantization none int8 auto] [--threads 1]
+    python -m tests.bench.bench_quantised [--model MODEL] [--quantization none int8 auto] [--threads 1]
 
 Milliseconds per step, the median of the rounds: CPU time of the calling thread with one thread (a busy machine does
 not spoil it), wall time with more. Behind them what each gains over the first.

@@ -1,6 +1,6 @@
 """The ops that go row by row (norms, activation, cache write, sampling) beside their floors.
 
-    .venv/bin/python -m tests.bench.bench_rows [--threads 1 2] [--rows 64 512]
+    python -m tests.bench.bench_rows [--threads 1 2] [--rows 64 512]
 
 Sizes are SmolLM2-135M's, in bfloat16, logits in float32. Inputs rotate over enough copies to leave the caches, which
 is harder than what a step does: there they come from the op before. Microseconds per call, the best of several rounds:

@@ -18,6 +18,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 
+MAX_LEN = 4096
+
 
 def answer(batch: ScheduledBatch) -> StepOutput:
     row, chunk = RowOutput((5,), (-1.0,)), RowOutput()
@@ -27,7 +29,8 @@ def answer(batch: ScheduledBatch) -> StepOutput:
 def build(num_sequences: int, steps: int) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=8192)
     per_sequence = -(-(512 + steps) // 16)
-    return Scheduler(config, KVCacheManager(num_sequences * per_sequence * 2, 16), 4096)
+    num_blocks = max(num_sequences * per_sequence * 2, MAX_LEN // 16)
+    return Scheduler(config, KVCacheManager(num_blocks, 16), MAX_LEN)
 
 
 def time_decoding(num_sequences: int, steps: int) -> list[float]:
@@ -73,7 +76,7 @@ def report(name: str, seconds: list[float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()

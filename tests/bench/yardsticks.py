@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -29,13 +30,17 @@ FLAGS = {  # of the levels that have more than the compiler's default; amx's til
 }
 
 
+def compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
 @functools.cache
 def _library(level: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "yardsticks.so"
         source = Path(__file__).with_suffix(".cpp")
         flags = ["-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", *FLAGS.get(level, [])]
-        subprocess.run(["c++", *flags, str(source), "-o", str(built)], check=True)
+        subprocess.run([compiler(), *flags, str(source), "-o", str(built)], check=True)
         library = ctypes.CDLL(str(built))
     library.instruction.argtypes, library.instruction.restype = [ctypes.c_char], ctypes.c_char_p
     library.operation_rate.argtypes, library.operation_rate.restype = [ctypes.c_char, ctypes.c_int], ctypes.c_double
