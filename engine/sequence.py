@@ -3,10 +3,10 @@
 Knows tokens, counters and time stamps; decides nothing about memory or order. One counter explains the rest:
 a sequence's position (tokens whose K/V is written or being written) runs after its tokens.
 
-    token_ids      prompt ............... output .....
-    num_computed   |---- retired steps ----|
-    num_scheduled                          |- steps in flight -|
-    num_pending                                        sampled in flight, ids not known yet
+    token_ids              prompt ............... output .....
+    num_computed_tokens    |---- retired steps ----|
+    num_scheduled_tokens                           |- steps in flight -|
+    num_pending_tokens                                         sampled in flight, ids not known yet
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Sequence:
         self.root_name: bytes | None = None  # of its chain of block names; None without prefix caching
         self.block_names: list[bytes] = []
         self.num_committed_blocks = 0
-        self.num_claimed_blocks = 0  # blocks [num_committed, num_claimed) are announced as being computed
+        self.num_claimed_blocks = 0  # committed ones first; those between are announced as being computed
         self.waits_for: bytes | None = None  # block name that a running sequence is computing
 
         # positions below need no logits any more; one choice brings the logprobs of the prompt for all

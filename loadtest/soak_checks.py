@@ -15,8 +15,8 @@ Sample = Mapping[str, float]
 
 @dataclass(slots=True)
 class Tally:
-    """What the client saw. completed_choices, prompt and output tokens: of requests that ended well. lost_choices and
-    lost_tokens: at most so many more may have been counted for requests whose client went away."""
+    """What the client saw. completed_choices, prompt and output tokens: of requests that ended well. lost_*: at most
+    so many more may have been counted for requests whose client went away."""
 
     completed: int = 0
     completed_choices: int = 0

@@ -61,8 +61,8 @@ class PagedLayer:
     """One attention call of the model: its cache views and the metadata of the step in progress.
 
     Hangs on the attention module as `module.paged_layer`; owned by one engine. The views share one buffer per
-    layer, K then V inside each block (KERNELS.md section 6); what is inside a (block, head) is the backend's
-    private business."""
+    layer, K then V inside each block (engine/kv/cache.py); what is inside a (block, head) is the backend's private
+    business."""
 
     index: int
     spec: LayerSpec

@@ -1,7 +1,7 @@
 """The KV tensors: one buffer, a slice of it per attention layer, views handed to the layers.
 
-Knows bytes, not sequences. Layout contract (KERNELS.md section 6): per layer [num_blocks, block bytes], K then V
-inside a block, each layer 256-byte aligned; what is inside a (block, head) is the attention backend's business.
+Knows bytes, not sequences. Layout contract: per layer [num_blocks, block bytes], K then V inside a block, each layer
+256-byte aligned; what is inside a (block, head) is the attention backend's business.
 """
 
 from __future__ import annotations

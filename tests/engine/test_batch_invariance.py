@@ -1,5 +1,5 @@
 """A request's tokens and logprobs do not depend on its neighbours, on chunking, on the prefix cache, on preemption
-or on the number of threads, bit for bit (KERNELS.md section 10), greedy and seeded, float32, bfloat16 and quantised.
+or on the number of threads, bit for bit: greedy and seeded, float32, bfloat16 and quantised.
 """
 
 from __future__ import annotations
