@@ -1,5 +1,6 @@
 // Draws and log probabilities on CUDA tensors: argument checks, output tensors, the launches.
 #include <tuple>
+#include <vector>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -57,13 +58,15 @@ Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor
                      const std::optional<Tensor> output_starts, const std::optional<Tensor> bias_ids,
                      const std::optional<Tensor> bias_values, const std::optional<Tensor> bias_starts,
                      const std::optional<Tensor> masks, const std::optional<Tensor> mask_of,
-                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at) {
+                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at,
+                     const std::optional<std::vector<int64_t>> parameter_rows) {
   const char* op = "sample_edited";
   for (const auto* edit : {&penalties, &token_ids, &token_starts, &output_starts, &bias_ids, &bias_values, &bias_starts,
                            &masks, &mask_of, &drawn_at}) {
     if (edit->has_value()) fail(op, "edits", "wanted none for CUDA tensors, where they are ops of their own");
   }
   if (drawn.has_value()) fail(op, "drawn", "wanted none for CUDA tensors");
+  if (parameter_rows.has_value()) fail(op, "rows", "wanted none for CUDA tensors, whose parameters come row by row");
   return draw(op, logits, source, temperature, top_k, top_p, min_p, greedy, seed_keys, positions);
 }
 

@@ -61,7 +61,8 @@ Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor
                      const std::optional<Tensor> output_starts, const std::optional<Tensor> bias_ids,
                      const std::optional<Tensor> bias_values, const std::optional<Tensor> bias_starts,
                      const std::optional<Tensor> masks, const std::optional<Tensor> mask_of,
-                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at);
+                     std::optional<Tensor> drawn, const std::optional<Tensor> drawn_at,
+                     const std::optional<std::vector<int64_t>> parameter_rows);
 Tensor logprobs_of(const Tensor logits, const Tensor ids);
 std::tuple<Tensor, Tensor, Tensor, Tensor> logprobs_topn(const Tensor logits, const Tensor ids, int64_t num_top,
                                                          const std::optional<Tensor> source, bool ranks);

@@ -50,7 +50,7 @@ STABLE_TORCH_LIBRARY(pagemill, library) {
       "sample_edited(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor greedy, "
       "Tensor seed_keys, Tensor positions, Tensor? source, Tensor? penalties, Tensor? token_ids, "
       "Tensor? token_starts, Tensor? output_starts, Tensor? bias_ids, Tensor? bias_values, Tensor? bias_starts, "
-      "Tensor? masks, Tensor? mask_of, Tensor(a!)? drawn, Tensor? drawn_at) -> Tensor");
+      "Tensor? masks, Tensor? mask_of, Tensor(a!)? drawn, Tensor? drawn_at, int[]? rows) -> Tensor");
   library.def("logprobs_of(Tensor logits, Tensor ids) -> Tensor");
   library.def(
       "logprobs_topn(Tensor logits, Tensor ids, int num_top, Tensor? source, bool ranks) -> (Tensor, Tensor, Tensor, "

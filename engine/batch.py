@@ -65,9 +65,13 @@ class ScheduledRow(NamedTuple):
     logits_from: int | None
     scored: range = range(0)
 
+    @property
+    def end(self) -> int:
+        """Tokens of the row that are computed behind the step."""
+        return self.num_computed + self.num_scheduled
 
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
+
+class ScheduledBatch(NamedTuple):
     """Order of application: freed_rows, new_rows, new_tokens, new_blocks, block_copies, then the forward over rows."""
 
     step_id: int
@@ -97,8 +101,7 @@ class RowOutput(NamedTuple):
     embedding: bytes | None = None  # float32, of a pooled prompt whose last token was computed
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """One entry per ScheduledBatch.rows, in that order. forward_s, sampling_s: how long the device took for the model
     and for choosing tokens, seconds; None: it does not tell, or there was nothing of the kind."""
 

@@ -7,7 +7,7 @@ model and no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +42,7 @@ class StepLayout:
     max_query_len: int
     max_seq_len: int
     logits_tokens: Int64s  # [num_logits]
-    sampled: tuple[int, ...]
+    sampled: Sequence[int]
     source: Int64s  # [len(sampled)]
     sampled_rows: Int64s  # [len(sampled)]
     sampled_ends: Int64s  # [len(sampled)]

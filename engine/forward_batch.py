@@ -5,7 +5,10 @@ Knows rows, tokens and block tables; knows no model and no sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,6 @@ from engine.batch import ScheduledBatch
 from engine.models.deltas import AdapterSpan, Spans
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class RowTable:
@@ -49,103 +51,127 @@ class RowTable:
         for blocks in batch.new_blocks:
             self.block_table[blocks.row, blocks.start : blocks.start + len(blocks.block_ids)] = blocks.block_ids
 
+    def blocks_of(self, rows: Sequence[int], num_tokens: int) -> Tensor:
+        """[len(rows), blocks of so many tokens], int32."""
+        return torch.from_numpy(self.block_table[list(rows), : -(-num_tokens // self.block_size)])
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """The tensors of one forward, flat over all scheduled tokens: in the order of ScheduledBatch.rows, but adapter by
+    def tokens_of(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Flat over the tokens that the rows compute: ids, positions, slots. In plain Python, which for the usual one
+        token per row is faster than arrays are, and holds on to the interpreter's lock: whoever lets go of it between
+        a delivery and the forward waits for all that the event loop makes of the delivery."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        id_of, block_of, size = self.token_ids.data, self.block_table.data, self.block_size
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            if count == 1:
+                ids.append(id_of[row, start])
+                positions.append(start)
+                slots.append(block_of[row, start // size] * size + start % size)
+                continue
+            ids += self.token_ids[row, start : start + count].tolist()
+            places = np.arange(start, start + count)
+            positions += places.tolist()
+            slots += (self.block_table[row, places // size].astype(np.int64) * size + places % size).tolist()
+        return ids, positions, slots
+
+
+class ForwardBatch(NamedTuple):
+    """What one forward reads, flat over all scheduled tokens: in the order of ScheduledBatch.rows, but adapter by
     adapter.
 
     sampled: indices into ScheduledBatch.rows that sample, in the order of the next three;
     logits_source[i]: which of the computed logits rows sampled[i] uses (forked siblings share one);
     sampled_rows[i], sampled_ends[i]: its row, and the position that its token will have;
     scored: (index into ScheduledBatch.rows, flat place of its first scored token), rows with none left out;
-    ends[i]: flat place behind the last token of ScheduledBatch.rows[i], if it computes any."""
+    ends[i]: flat place behind the last token of ScheduledBatch.rows[i], of those that compute any."""
 
     input_ids: Tensor  # [num_tokens], int64
     positions: Tensor  # [num_tokens], int64
     metadata: AttentionMetadata
     logits_indices: Tensor  # [num_logits], int64: flat token positions whose logits are needed
-    sampled: tuple[int, ...]
-    logits_source: Int64Array  # [len(sampled)]
-    sampled_rows: Int64Array  # [len(sampled)]
-    sampled_ends: Int64Array  # [len(sampled)]
-    scored: tuple[tuple[int, int], ...]
-    ends: Int64Array  # [len(ScheduledBatch.rows)]
+    sampled: Sequence[int]
+    logits_source: Sequence[int]
+    sampled_rows: Sequence[int]
+    sampled_ends: Sequence[int]
+    scored: Sequence[tuple[int, int]]
+    ends: Mapping[int, int]
     spans: Spans
 
     @staticmethod
     def build(batch: ScheduledBatch, table: RowTable) -> ForwardBatch:
         """Gather ids, positions and slots of the scheduled tokens from the row table."""
-        every = np.array([(r.row, r.num_computed, r.num_scheduled) for r in batch.rows], dtype=np.int64)
-        computed, spans = _by_adapter(np.flatnonzero(every[:, 2]), every, table)
-        rows, starts, counts = every[computed].T
-        ends = np.cumsum(counts)
-
-        row_of = np.repeat(rows, counts)  # [num_tokens]
-        positions = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
-        blocks = table.block_table[row_of, positions // table.block_size].astype(np.int64)
-        slots = blocks * table.block_size + positions % table.block_size
-        seq_lens = starts + counts
-        max_seq_len = int(seq_lens.max())
-        num_blocks = -(-max_seq_len // table.block_size)
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
-        query_start_loc[1:] = ends
-        metadata = AttentionMetadata(
-            block_tables=torch.from_numpy(table.block_table[rows, :num_blocks]),
-            query_start_loc=torch.from_numpy(query_start_loc),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-            slot_mapping=torch.from_numpy(slots),
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
-        )
+        rows, computed, counts, _, scored = zip(*batch.rows, strict=True)
+        lengths = tuple(map(add, computed, counts))
         sampled, sources, wanted = logits_rows(batch)
-        of_computed = np.zeros(len(every), dtype=np.int64)
-        of_computed[computed] = ends  # by index into batch.rows: flat place behind the last token
-        of_sampled = every[np.array(sampled, dtype=np.int64)]
+        order, spans = _in_order(rows, counts, table)
+        ids, positions, slots = table.tokens_of(_pick(rows, order), _pick(computed, order), _pick(counts, order))
+        stops = list(accumulate(_pick(counts, order)))
+        ends = dict(zip(order, stops, strict=True))
+        longest = max(lengths)
+        metadata = AttentionMetadata(
+            block_tables=table.blocks_of(_pick(rows, order), longest),
+            query_start_loc=_int32s([0, *stops]),
+            seq_lens=_int32s(_pick(lengths, order)),
+            slot_mapping=_int64s(slots),
+            max_query_len=max(counts),
+            max_seq_len=longest,
+        )
         return ForwardBatch(
-            input_ids=torch.from_numpy(table.token_ids[row_of, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
+            input_ids=_int64s(ids),
+            positions=_int64s(positions),
             metadata=metadata,
-            logits_indices=torch.from_numpy(of_computed[np.array(wanted, dtype=np.int64)] - 1),
+            logits_indices=_int64s([ends[index] - 1 for index in wanted]),
             sampled=sampled,
-            logits_source=np.array(sources, dtype=np.int64),
-            sampled_rows=of_sampled[:, 0].copy(),
-            sampled_ends=of_sampled[:, 1] + of_sampled[:, 2],
-            scored=tuple(
-                (i, int(of_computed[i]) - (r.num_computed + r.num_scheduled) + r.scored.start)
-                for i, r in enumerate(batch.rows)
-                if r.scored
-            ),
-            ends=of_computed,
+            logits_source=sources,
+            sampled_rows=_pick(rows, sampled),
+            sampled_ends=_pick(lengths, sampled),
+            scored=[(i, ends[i] - lengths[i] + asked.start) for i, asked in enumerate(scored) if asked],
+            ends=ends,
             spans=spans,
         )
 
 
-def _by_adapter(computed: Int64Array, every: Int64Array, table: RowTable) -> tuple[Int64Array, Spans]:
-    """computed: indices into `every` of rows that compute. The same with those of one adapter side by side, and the
-    tokens of each."""
+def _int64s(numbers: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def _int32s(numbers: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int32))
+
+
+def _pick(column: Sequence[int], indices: Sequence[int]) -> Sequence[int]:
+    """Mostly all of it, as it is."""
+    return column if indices == range(len(column)) else [column[index] for index in indices]
+
+
+def _in_order(rows: Sequence[int], counts: Sequence[int], table: RowTable) -> tuple[Sequence[int], Spans]:
+    """Which of the rows compute anything, those of one adapter side by side, and the tokens of each adapter."""
     if not table.has_adapters:
-        return computed, ()
-    adapters = table.adapters[every[computed, 0]]
-    order = np.argsort(adapters, kind="stable")
-    computed, adapters = computed[order], adapters[order]
-    ends = np.cumsum(every[computed, 2])
-    known, first, counts = np.unique(adapters, return_index=True, return_counts=True)
-    stops = ends[first + counts - 1].tolist()
-    starts = [0, *stops[:-1]]
-    return computed, tuple(
-        AdapterSpan(adapter, start, stop)
-        for adapter, start, stop in zip(known.tolist(), starts, stops, strict=True)
-        if adapter
-    )
+        return [index for index, num in enumerate(counts) if num] if 0 in counts else range(len(counts)), ()
+    computing = [index for index, num in enumerate(counts) if num]
+    adapters: list[int] = table.adapters[list(rows)].tolist()
+    computing.sort(key=adapters.__getitem__)
+    spans, stop = [], 0
+    for adapter, members in groupby(computing, adapters.__getitem__):
+        start, stop = stop, stop + sum(counts[index] for index in members)
+        if adapter:
+            spans.append(AdapterSpan(adapter, start, stop))
+    return computing, tuple(spans)
 
 
-def logits_rows(batch: ScheduledBatch) -> tuple[tuple[int, ...], list[int], list[int]]:
+def logits_rows(batch: ScheduledBatch) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Which rows sample, from which logits row, and the row (index into batch.rows) that makes each logits row."""
+    logits_from = [row.logits_from for row in batch.rows]
+    everyone = range(len(logits_from))
+    if logits_from == list(everyone):  # as in most steps: each from its own
+        return everyone, everyone, everyone
     logits_row: dict[int, int] = {}  # index into batch.rows -> logits row
     sampled, sources = [], []
-    for index, row in enumerate(batch.rows):
-        if row.logits_from is not None:
+    for index, origin in enumerate(logits_from):
+        if origin is not None:
             sampled.append(index)
-            sources.append(logits_row.setdefault(row.logits_from, len(logits_row)))
-    return tuple(sampled), sources, list(logits_row)
+            sources.append(logits_row.setdefault(origin, len(logits_row)))
+    return sampled, sources, list(logits_row)

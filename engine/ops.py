@@ -304,6 +304,8 @@ def sample(
     positions: Tensor,  # [rows], int64: where the drawn token will stand in its sequence
     *,
     source: Tensor | None = None,  # [rows], int64: the logit row of each row; None: its own number
+    rows: Sequence[int]
+    | None = None,  # where in temperature to seed_keys, which are longer then, each row has its own
     penalties: Penalties | None = None,
     biases: Biases | None = None,
     masks: Masks | None = None,
@@ -315,12 +317,12 @@ def sample(
     Edits are made on a copy of the row, in the order penalties, biases, mask; logits stay as they are. Where they
     leave nothing that a row's mask allows, the mask alone counts."""
     given = (logits, temperature, top_k, top_p, min_p, greedy, seed_keys, positions)
-    if all(part is None for part in (source, penalties, biases, masks, drawn)):
+    if all(part is None for part in (source, rows, penalties, biases, masks, drawn)):
         ids: Tensor = _ops.sample(*given)
     else:
         ids = _ops.sample_edited(
             *given, source, *(penalties or (None,) * 4), *(biases or (None,) * 3), *(masks or (None,) * 2),
-            *(drawn or (None,) * 2),
+            *(drawn or (None,) * 2), rows,
         )  # fmt: skip
     return ids
 

@@ -6,6 +6,7 @@ float64 and token by token, so that no cut of the prompt shows in the result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,13 +43,13 @@ class Pooler:
         """Indexes into batch.rows of those that are pooled: their hidden states are needed."""
         return [index for index, row in enumerate(batch.rows) if row.row in self._rows] if self._rows else []
 
-    def pool(self, batch: ScheduledBatch, hidden_states: Tensor, ends: npt.NDArray[np.int64]) -> dict[int, RowOutput]:
+    def pool(self, batch: ScheduledBatch, hidden_states: Tensor, ends: Mapping[int, int]) -> dict[int, RowOutput]:
         """hidden_states: [batch.num_tokens, hidden_size]; ends: by index into batch.rows the place behind a row's last
         one. By index into batch.rows the vectors of the prompts whose last token is among them."""
         outputs: dict[int, RowOutput] = {}
         for index, row in enumerate(batch.rows):
             if row.row in self._rows and row.num_scheduled:
-                end = int(ends[index])
+                end = ends[index]
                 output = self.take(row, hidden_states[end - row.num_scheduled : end])
                 if output is not None:
                     outputs[index] = output

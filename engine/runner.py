@@ -26,6 +26,7 @@ from engine.structured import GrammarStore
 WARM_UP_TOKENS = 64
 
 NO_PROMPT_LOGPROBS = RowOutput(error="This model cannot tell logprobs of its prompt.", error_param="prompt_logprobs")
+NO_OUTPUT = RowOutput()
 NO_EMBEDDINGS = RowOutput(error="This model cannot make embeddings.", error_param="model")
 
 
@@ -73,7 +74,7 @@ class ModelRunner:
         started = time.monotonic()
         logits, scores = self._compute(batch, forward)
         computed = time.monotonic()
-        outputs = [RowOutput()] * len(batch.rows)
+        outputs = [NO_OUTPUT] * len(batch.rows)
         for index, told in scores.items():
             outputs[index] = told
         sampling_s = None
@@ -116,10 +117,10 @@ class ModelRunner:
         sampled = self.sampler.sample(
             logits, forward.logits_source, rows, ends, table.token_ids, table.num_prompt_tokens
         )
-        for index, output in zip(forward.sampled, sampled, strict=True):
+        for index, row, end, output in zip(forward.sampled, rows, ends, sampled, strict=True):
             outputs[index] = output if index not in scores else join_told(scores[index], output)
-        drawn = [output.token_ids[0] if output.token_ids else 0 for output in sampled]
-        table.token_ids[rows, ends] = drawn  # without a token the row ends, or is told of another one
+            if output.token_ids:  # else the row ends, or is told of another token
+                table.token_ids[row, end] = output.token_ids[0]
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """The steps of `warm_up_batches`."""

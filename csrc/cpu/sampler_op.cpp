@@ -8,6 +8,7 @@ namespace pagemill {
 namespace {
 
 using Given = std::optional<Tensor>;
+using Numbers = std::optional<std::vector<int64_t>>;
 
 void check_values(const char* op, const SampleArgs& a, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -24,19 +25,43 @@ void check_values(const char* op, const SampleArgs& a, int64_t rows) {
   }
 }
 
+// The parameters of every row, and where they were gathered if they were.
+struct Parameters {
+  const Numbers& rows;  // the place of each row's parameters; none: its own number
+  std::vector<float> temperature, top_p, min_p;
+  std::vector<int32_t> top_k;
+  std::vector<uint8_t> greedy;
+  std::vector<int64_t> seed_keys;
+
+  explicit Parameters(const Numbers& numbers) : rows(numbers) {}
+
+  template <typename T>
+  const T* of(const char* op, const char* argument, const Tensor& tensor, int64_t count, ScalarType type,
+              std::vector<T>& gathered) {
+    if (!rows.has_value()) return elements<T>(op, argument, tensor, "[rows]", count, type);
+    const T* table = elements<T>(op, argument, tensor, "[num_rows]", -1, type);
+    check_numbers(op, "rows", rows->data(), count, 0, tensor.size(0));
+    for (int64_t row : *rows) gathered.push_back(table[row]);
+    return gathered.data();
+  }
+};
+
 SampleArgs base_args(const char* op, const Tensor& logits, int64_t rows, const Tensor& temperature,
                      const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& greedy,
-                     const Tensor& seed_keys, const Tensor& positions) {
+                     const Tensor& seed_keys, const Tensor& positions, Parameters& own) {
+  if (own.rows.has_value() && static_cast<int64_t>(own.rows->size()) != rows) {
+    fail(op, "rows", "wanted ", rows, " numbers, got ", own.rows->size());
+  }
   SampleArgs args{};
   args.logits = reinterpret_cast<const float*>(bytes_of(logits));
   args.stride = logits.stride(0);
   args.vocab = logits.size(1);
-  args.temperature = elements<float>(op, "temperature", temperature, "[rows]", rows, ScalarType::Float);
-  args.top_k = elements<int32_t>(op, "top_k", top_k, "[rows]", rows, ScalarType::Int);
-  args.top_p = elements<float>(op, "top_p", top_p, "[rows]", rows, ScalarType::Float);
-  args.min_p = elements<float>(op, "min_p", min_p, "[rows]", rows, ScalarType::Float);
-  args.greedy = elements<uint8_t>(op, "greedy", greedy, "[rows]", rows, ScalarType::Byte);
-  args.seed_keys = elements<int64_t>(op, "seed_keys", seed_keys, "[rows]", rows, ScalarType::Long);
+  args.temperature = own.of(op, "temperature", temperature, rows, ScalarType::Float, own.temperature);
+  args.top_k = own.of(op, "top_k", top_k, rows, ScalarType::Int, own.top_k);
+  args.top_p = own.of(op, "top_p", top_p, rows, ScalarType::Float, own.top_p);
+  args.min_p = own.of(op, "min_p", min_p, rows, ScalarType::Float, own.min_p);
+  args.greedy = own.of(op, "greedy", greedy, rows, ScalarType::Byte, own.greedy);
+  args.seed_keys = own.of(op, "seed_keys", seed_keys, rows, ScalarType::Long, own.seed_keys);
   args.positions = elements<int64_t>(op, "positions", positions, "[rows]", rows, ScalarType::Long);
   check_values(op, args, rows);
   return args;
@@ -126,7 +151,9 @@ Tensor sample(const Tensor logits, const Tensor temperature, const Tensor top_k,
   const char* op = "sample";
   check_logits(op, logits);
   const int64_t rows = logits.size(0);
-  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions);
+  const Numbers none;
+  Parameters own(none);
+  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions, own);
   return run(args, logits, rows);
 }
 
@@ -134,12 +161,14 @@ Tensor sample_edited(const Tensor logits, const Tensor temperature, const Tensor
                      const Tensor min_p, const Tensor greedy, const Tensor seed_keys, const Tensor positions,
                      const Given source, const Given penalties, const Given token_ids, const Given token_starts,
                      const Given output_starts, const Given bias_ids, const Given bias_values, const Given bias_starts,
-                     const Given masks, const Given mask_of, std::optional<Tensor> drawn, const Given drawn_at) {
+                     const Given masks, const Given mask_of, std::optional<Tensor> drawn, const Given drawn_at,
+                     const Numbers parameter_rows) {
   const char* op = "sample_edited";
   check_logits(op, logits);
   int64_t rows = 0;
   const int64_t* numbers = check_source(op, source, logits, rows);
-  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions);
+  Parameters own(parameter_rows);
+  SampleArgs args = base_args(op, logits, rows, temperature, top_k, top_p, min_p, greedy, seed_keys, positions, own);
   args.source = numbers;
   if (penalties.has_value()) {
     read_penalties(op, args.edits, rows, *penalties, token_ids, token_starts, output_starts);

@@ -94,7 +94,6 @@ class Backbone:
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
 
-    @torch.inference_mode()
     def forward(
         self,
         input_ids: Tensor,  # [num_tokens], int64
@@ -107,7 +106,6 @@ class Backbone:
         with self._attending(metadata):
             return self.model.compute(input_ids, positions, logits_indices, spans)
 
-    @torch.inference_mode()
     def hidden_states(
         self,
         input_ids: Tensor,  # [num_tokens], int64
@@ -131,7 +129,11 @@ class Backbone:
         for layer in self.layers:
             layer.metadata = metadata
         try:
-            yield
+            if torch.is_inference_mode_enabled():  # a runner is in it, and it is not free
+                yield
+            else:
+                with torch.inference_mode():
+                    yield
         finally:
             for layer in self.layers:
                 layer.metadata = None

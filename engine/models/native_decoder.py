@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import NamedTuple
 
 from torch import Tensor
@@ -156,8 +157,7 @@ class NativeDecoder:
     def _attach(self, ropes: list[Tensor], key_caches: list[Tensor], value_caches: list[Tensor]) -> None:
         """Tell csrc where tables and caches lie, if they are others than in the last forward."""
         wanted = [*ropes, *key_caches, *value_caches]
-        same = len(wanted) == len(self._attached) and all(a is b for a, b in zip(wanted, self._attached, strict=True))
-        if not same:
+        if len(wanted) != len(self._attached) or not all(map(is_, wanted, self._attached)):
             self._attached = []  # whatever the call refuses leaves nothing attached
             decoder_ops.attach(self.handle, ropes, key_caches, value_caches)
             self._attached = wanted

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine import device_ops
 from engine.batch import NewRow
+from engine.device_rows import Int64s
 from engine.sampling.logits import Float32s, Int32s, RowContext
-from engine.sampling.sampler import Int64s
 from engine.step_buffers import Staged, Upload
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from engine import device_ops, ops
 from engine.batch import NewRow, RowOutput
-from engine.device_rows import DeviceRows
+from engine.device_rows import DeviceRows, Int64s
 from engine.sampling.device_edits import PenaltyCounts, StagedBiases, StagedMasks, StagedPenalties
 from engine.sampling.drawn import drawn_from
 from engine.sampling.grammar import GrammarRows
 from engine.sampling.logits import RowContext
 from engine.sampling.logprobs import Answer, Question, answers_from, ids_asked
-from engine.sampling.sampler import ERRORS, Int64s, SamplingRows, question_of, tell, tells_drawn
+from engine.sampling.sampler import ERRORS, SamplingRows, question_of, tell, tells_drawn
 from engine.step_buffers import Download, Fetched, Staged, Upload
 from engine.structured import GrammarStore
 
@@ -56,7 +56,7 @@ class DeviceSampler:
 
     def rows_with_grammars(self, rows: Int64s) -> list[int]:
         """Those of the rows that cannot be staged before the host knows all of their tokens."""
-        special: list[int] = rows[self.rows.is_special[rows]].tolist()
+        special = [row for row in rows.tolist() if self.rows.is_special[row]]
         return [row for row in special if self.rows.of(row).structured is not None]
 
     def stage(self, source: Int64s, rows: Int64s, lengths: Int64s, table: DeviceRows, upload: Upload) -> Draw:
@@ -64,8 +64,9 @@ class DeviceSampler:
         one goes to this position."""
         contexts = {}
         failed = {}
-        for i in np.flatnonzero(self.rows.is_special[rows]).tolist():
-            row = int(rows[i])
+        for i, row in enumerate(rows.tolist()):
+            if not self.rows.is_special[row]:
+                continue
             if self._is_unusable[row]:
                 failed[i] = ERRORS[-2]
                 continue

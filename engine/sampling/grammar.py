@@ -169,7 +169,7 @@ class GrammarRows:
         """The row is free, or another sequence has it from now on."""
         self._rows[row] = None
 
-    def mask(self, rows: Int64s, contexts: Mapping[int, RowContext], vocab_size: int) -> Told:
+    def mask(self, rows: Sequence[int] | Int64s, contexts: Mapping[int, RowContext], vocab_size: int) -> Told:
         """What the grammars among `contexts` say. rows: [n], of the step; contexts: by index into rows; vocab_size:
         ids that may be sampled."""
         asking = [i for i, context in contexts.items() if context.params.structured is not None]

@@ -7,10 +7,9 @@ Order per row: penalties, biases and bans, the grammar's mask, temperature, top-
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,8 +28,6 @@ NON_FINITE = "The model produced logits that are not finite."
 NOT_PROCESSED = "The request's sampling parameters could not be applied."
 ERRORS = {-1: RowOutput(error=NON_FINITE), -2: RowOutput(error=NOT_PROCESSED)}
 
-Int64s = npt.NDArray[np.int64]
-
 
 class SamplingRows:
     """Sampling parameters of every row as arrays, set when a sequence takes the row."""
@@ -39,13 +36,21 @@ class SamplingRows:
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[tuple[int, ...]] = [()] * num_rows
         self.bias: list[tuple[Int32s, Float32s] | None] = [None] * num_rows
-        self.is_special = np.zeros(num_rows, dtype=np.bool_)  # more is to be done than drawing
+        self.is_special = [False] * num_rows  # more is to be done than drawing
         self.temperature = np.ones(num_rows, dtype=np.float32)
         self.top_k = np.zeros(num_rows, dtype=np.int32)
         self.top_p = np.ones(num_rows, dtype=np.float32)
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.greedy = np.zeros(num_rows, dtype=np.uint8)
         self.seed_key = np.zeros(num_rows, dtype=np.uint64)
+        self.tensors = (  # the same memory, in the order of ops.sample
+            torch.from_numpy(self.temperature),
+            torch.from_numpy(self.top_k),
+            torch.from_numpy(self.top_p),
+            torch.from_numpy(self.min_p),
+            torch.from_numpy(self.greedy),
+            torch.from_numpy(self.seed_key.view(np.int64)),
+        )
 
     def set(self, row: int, params: SamplingParams, seed_key: int, eos_token_ids: tuple[int, ...]) -> None:
         self.params[row] = params
@@ -76,27 +81,33 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,  # [num_logits, vocab], float32; only read
-        source: Int64s,  # [n]: the logits row that each row samples from
-        rows: Int64s,  # [n]
-        lengths: Int64s,  # [n]: tokens of each row; the new one goes to this position
+        source: Sequence[int],  # [n]: the logits row that each row samples from
+        rows: Sequence[int],  # [n]
+        lengths: Sequence[int],  # [n]: tokens of each row; the new one goes to this position
         token_ids: Int32s,  # [num_rows, max_len], all rows' tokens
         num_prompt_tokens: Int32s,  # [num_rows]
     ) -> list[RowOutput]:
         """One output per row: one token, a beam search's candidates, or an error that is this row's alone."""
-        logits = logits[:, : self.vocab_size]
-        special = np.flatnonzero(self.rows.is_special[rows]).tolist()
+        if logits.shape[1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        special = [i for i, row in enumerate(rows) if self.rows.is_special[row]]
         if not special:
             ids = self._draw(logits, source, rows, lengths).tolist()
             return [RowOutput((token_id,)) if token_id >= 0 else ERRORS[token_id] for token_id in ids]
         contexts = {}
         for i in special:
-            row = int(rows[i])
+            row = rows[i]
             tokens, num_prompt = token_ids[row, : lengths[i]], int(num_prompt_tokens[row])
             contexts[i] = RowContext(self.rows.of(row), tokens, num_prompt, self.rows.eos_token_ids[row])
         return self._sample_special(logits, source, rows, lengths, contexts)
 
     def _sample_special(
-        self, logits: Tensor, source: Int64s, rows: Int64s, lengths: Int64s, contexts: dict[int, RowContext]
+        self,
+        logits: Tensor,
+        source: Sequence[int],
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        contexts: dict[int, RowContext],
     ) -> list[RowOutput]:
         """contexts: of the special rows, in ascending order."""
         told = self.grammars.mask(rows, contexts, self.vocab_size)
@@ -113,13 +124,13 @@ class Sampler:
         for i, end in told.failed.items():
             outputs[i] = end
         asked = {i: context for i, context in contexts.items() if outputs[i].error is None}
-        raw = {i: question_of(int(source[i]), ids[i], c) for i, c in asked.items() if i not in drawn_rows}
+        raw = {i: question_of(source[i], ids[i], c) for i, c in asked.items() if i not in drawn_rows}
         processed = {i: question_of(at, ids[i], contexts[i]) for at, i in enumerate(drawn_rows) if i in asked}
         tell(outputs, _answers(logits, raw), contexts)
         if drawn is not None:
             tell(outputs, _answers(drawn.logits, processed), contexts)
         for i, context in asked.items():
-            if context.params.structured is not None and self.grammars.take(int(rows[i]), outputs[i].token_ids):
+            if context.params.structured is not None and self.grammars.take(rows[i], outputs[i].token_ids):
                 outputs[i] = outputs[i]._replace(ends=True)
         return outputs
 
@@ -131,26 +142,22 @@ class Sampler:
     def _draw(
         self,
         logits: Tensor,
-        source: Int64s,
-        rows: Int64s,
-        lengths: Int64s,
+        source: Sequence[int],
+        rows: Sequence[int],
+        lengths: Sequence[int],
         *,
         penalties: ops.Penalties | None = None,
         biases: ops.Biases | None = None,
         masks: ops.Masks | None = None,
         drawn: ops.Drawn | None = None,
     ) -> Tensor:
-        table = self.rows
+        is_own = len(rows) == len(logits)  # nobody shares a logits row, and they are in order
         return ops.sample(
             logits,
-            torch.from_numpy(table.temperature[rows]),
-            torch.from_numpy(table.top_k[rows]),
-            torch.from_numpy(table.top_p[rows]),
-            torch.from_numpy(table.min_p[rows]),
-            torch.from_numpy(table.greedy[rows]),
-            torch.from_numpy(table.seed_key[rows].view(np.int64)),
-            torch.from_numpy(lengths),
-            source=None if len(rows) == len(logits) else torch.from_numpy(source),
+            *self.rows.tensors,
+            torch.from_numpy(np.array(lengths, dtype=np.int64)),
+            source=None if is_own else torch.from_numpy(np.array(source, dtype=np.int64)),
+            rows=rows,
             penalties=penalties,
             biases=biases,
             masks=masks,

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -331,7 +330,7 @@ class Device(Runner):
 
     def launch(self, batch: ScheduledBatch) -> Any:
         output = super().launch(batch).result()
-        return SimpleNamespace(result=lambda: replace(output, forward_s=0.25, sampling_s=0.125))
+        return SimpleNamespace(result=lambda: output._replace(forward_s=0.25, sampling_s=0.125))
 
 
 async def test_the_parts_of_a_step_come_with_its_delivery() -> None:

@@ -335,6 +335,24 @@ def test_a_row_with_ids_outside_the_vocabulary_is_flagged_alone(level: str) -> N
     assert got == [-2, int(logits[1].argmax()), -2, want]
 
 
+def test_parameters_of_rows_may_stand_anywhere_in_longer_tensors(level: str) -> None:
+    logits = random_logits(4, 300, seed=17)
+    draws = [
+        Draw(temperature=0.5 + i / 3, top_k=i % 3 * 20, top_p=1 - i / 20, min_p=i / 100, greedy=i == 5, seed_key=i)
+        for i in range(9)
+    ]
+    rows, positions = [7, 2, 5, 2], torch.tensor([3, 1, 4, 5])
+    table = [torch.tensor([getattr(d, name) for d in draws]) for name in ("temperature", "top_k", "top_p", "min_p")]
+    table[1] = table[1].int()
+    table += [torch.tensor([d.greedy for d in draws]), torch.tensor([d.seed_key for d in draws])]
+    got = ops.sample(logits, *table, positions, rows=rows)
+    want = ops.sample(logits, *[column[rows] for column in table], positions)
+    assert got.tolist() == want.tolist()
+    source = torch.tensor([2, 0, 0, 3])
+    got = ops.sample(logits, *table, positions, rows=rows, source=source)
+    assert got.tolist() == ops.sample(logits[source], *[column[rows] for column in table], positions).tolist()
+
+
 def test_rows_are_taken_from_where_source_says(level: str) -> None:
     logits = random_logits(3, 500, seed=14)
     draws = [Draw(seed_key=seed_key(8, 0, i)) for i in range(5)]
@@ -458,6 +476,10 @@ def call(**changes: Any) -> Callable[[], Tensor]:
             "topn: ids: wanted at least one id",
         ),
         (call(source=torch.tensor([0, 2])), "sample_edited: source: wanted numbers from 0 to 1, got 2 at 1"),
+        (call(rows=[0, 2]), "sample_edited: rows: wanted numbers from 0 to 1, got 2 at 1"),
+        (call(rows=[0, -1]), "sample_edited: rows: wanted numbers from 0 to 1, got -1 at 1"),
+        (call(rows=[0, 1, 1]), "sample_edited: rows: wanted 2 numbers, got 3"),
+        (call(rows=[1, 0], temperature=torch.tensor([0.0, 1.0])), "temperature: wanted a positive number .* in row 1"),
         (
             call(penalties=ops.Penalties(torch.zeros(2, 3), NO_IDS, torch.zeros(3).long(), torch.zeros(2).long())),
             "penalties: wanted a positive repetition penalty, got 0 in row 0",
