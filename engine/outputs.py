@@ -60,8 +60,7 @@ class Phase(Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Alternatives at one position, best first, then the ids that were asked for by name and are not among those.
     Natural logarithms; of which distribution, SamplingParams.logprobs_mode says."""
 
@@ -117,8 +116,7 @@ class SequenceOutput(NamedTuple):
     embedding: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One hand-over per step: everything the event loop learns from it.
 
     outputs: per stream id, the outputs of its sequences. started: streams whose first sequences got a row, and when

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.batch import RowOutput, ScheduledBatch, StepOutput
+from engine.batch import RowOutput, ScheduledBatch, ScheduledRow, StepOutput
 from engine.beam_groups import BeamGroups
 from engine.config import SchedulerConfig
 from engine.kv.manager import KVCacheManager, PrefixMatch
@@ -23,9 +23,10 @@ from engine.queues import Queues
 from engine.rows import RowPool
 from engine.sequence import Request, Sequence, SequenceStatus
 from engine.stats import StepStats
-from engine.step import Changes, Collected, Entry, StepPlan
+from engine.step import Changes, Collected, StepPlan
 
 NO_ERROR = RowOutput()
+NO_STEP = StepPlan(0.0, 0)
 TOO_FEW_FOUND = RowOutput(error="The beam search found fewer outputs than were asked for.")
 
 
@@ -45,7 +46,8 @@ class Scheduler:
         self._live: dict[int, dict[tuple[int, int], Sequence]] = {}  # stream -> (prompt, choice) -> not yet ended
         self._rows = RowPool(config.max_num_seqs, manager)
         self._in_flight: deque[StepPlan] = deque()
-        self._last_step = StepPlan(0.0, 0)  # retired last
+        self._last_step: StepPlan | None = None  # retired last, until it is told of
+        self._last_step_id = 0
         self._next_step_id = 0
         self.queues = Queues()
         self._groups = BeamGroups(manager, self._rows, self.queues)
@@ -268,12 +270,12 @@ class Scheduler:
         step = self._in_flight[0] if self._in_flight else None
         if step is None or not step.step_id == batch.step_id == output.step_id:
             raise RuntimeError(f"step {batch.step_id}, answered as {output.step_id}, is not the oldest in flight")
-        if len(output.rows) != len(step.entries):
-            raise RuntimeError(f"step {batch.step_id} has {len(step.entries)} rows, the answer {len(output.rows)}")
-        self._last_step = self._in_flight.popleft()
+        if len(output.rows) != len(step.rows):
+            raise RuntimeError(f"step {batch.step_id} has {len(step.rows)} rows, the answer {len(output.rows)}")
+        self._last_step, self._last_step_id = self._in_flight.popleft(), step.step_id
         collected = Collected(now, started=step.started)
-        for entry, row in zip(step.entries, output.rows, strict=True):
-            self._take(entry, row, collected)
+        for sequence, scheduled, row in zip(step.sequences, step.rows, output.rows, strict=True):
+            self._take(sequence, scheduled, row, collected)
         return collected.freeze()
 
     def fail_step(self, batch: ScheduledBatch, message: str, now: float) -> Changes:
@@ -284,13 +286,12 @@ class Scheduler:
         if step is None:
             raise RuntimeError(f"step {batch.step_id} is not in flight")
         self._in_flight.remove(step)
-        for entry in step.entries:
-            self._take(entry, RowOutput(error=message), collected)
+        for sequence, scheduled in zip(step.sequences, step.rows, strict=True):
+            self._take(sequence, scheduled, RowOutput(error=message), collected)
         return collected.freeze()
 
-    def _take(self, entry: Entry, row: RowOutput, collected: Collected) -> None:
-        sequence = entry.sequence
-        sequence.retire(entry.end, entry.samples)
+    def _take(self, sequence: Sequence, scheduled: ScheduledRow, row: RowOutput, collected: Collected) -> None:
+        sequence.retire(scheduled.end, scheduled.logits_from is not None)
         if sequence.status is SequenceStatus.FINISHED:
             self._num_discarded += len(row.token_ids)
         elif row.error is not None:
@@ -299,18 +300,21 @@ class Scheduler:
                 self._end(each, "error", collected, row)
         else:
             self.manager.commit(sequence)
-            self._take_computed(sequence, entry, row, collected)
-        self._rows.retire(sequence)
+            self._take_computed(sequence, scheduled, row, collected)
+        if sequence.releasing:
+            self._rows.retire(sequence)
 
-    def _take_computed(self, sequence: Sequence, entry: Entry, row: RowOutput, collected: Collected) -> None:
+    def _take_computed(
+        self, sequence: Sequence, scheduled: ScheduledRow, row: RowOutput, collected: Collected
+    ) -> None:
         if row.prompt_logprobs is not None:
-            sequence.num_scored_tokens = min(entry.end, sequence.num_prompt_tokens - 1)
-        if entry.samples:
+            sequence.num_scored_tokens = min(scheduled.end, sequence.num_prompt_tokens - 1)
+        if scheduled.logits_from is not None:
             self._append(sequence, row, collected)
             return
         if row.prompt_logprobs is not None:
             collected.tell(sequence, prompt_logprobs=row.prompt_logprobs)
-        if sequence.max_output_tokens == 0 and entry.end == sequence.num_prompt_tokens:
+        if sequence.max_output_tokens == 0 and scheduled.end == sequence.num_prompt_tokens:
             if row.embedding is not None:
                 collected.tell(sequence, embedding=row.embedding)
             for each in (*sequence.siblings, sequence):  # no output was asked for: the prompt was all
@@ -392,12 +396,12 @@ class Scheduler:
         handed_s: float | None = None,
     ) -> StepStats:
         """Gauges of this moment, and what the step updated last computed; told once, then its counts are zero."""
-        step, self._last_step = self._last_step, StepPlan(0.0, 0, step_id=self._last_step.step_id)
+        step, self._last_step = self._last_step or NO_STEP, None
         return StepStats(
-            step_id=step.step_id,
+            step_id=self._last_step_id,
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
-            num_scheduled_seqs=len(step.entries),
+            num_scheduled_seqs=len(step.rows),
             num_prompt_tokens=step.num_prompt_tokens,
             num_decode_tokens=step.num_decode_tokens,
             num_preemptions_total=self._num_preemptions,
@@ -414,7 +418,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError unless rows, blocks and queues add up. For tests."""
-        named = {id(e.sequence): e.sequence for step in self._in_flight for e in step.entries}
+        named = {id(s): s for step in self._in_flight for s in step.sequences}
         choices = [s for stream in self._live.values() for s in stream.values()]
         beams = self._groups.check(s.request for s in choices)
         live = {id(s): s for s in [*beams, *(s for s in choices if s.request.params.beam is None)]}

@@ -31,7 +31,7 @@ class Collected:
     """Changes while they are being made."""
 
     now: float
-    outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
+    outputs: dict[int, tuple[SequenceOutput, ...]] = field(default_factory=dict)
     finished: list[RequestStats] = field(default_factory=list)
     started: list[tuple[int, float]] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class Collected:
             prompt_logprobs=() if prompt_logprobs is None else (prompt_logprobs,),
             embedding=embedding,
         )
-        self.outputs.setdefault(request.stream_id, []).append(output)
+        self._add(request.stream_id, output)
 
     def tell_drawn(
         self, sequence: Sequence, row: RowOutput, finish_reason: FinishReason | None, stop_token_id: int | None
@@ -81,12 +81,14 @@ class Collected:
             finish_reason,
             stop_token_id,
             request.num_cached_tokens or 0,
-            prompt_logprobs=() if row.prompt_logprobs is None else (row.prompt_logprobs,),
         )
-        if request.stream_id in self.outputs:
-            self.outputs[request.stream_id].append(output)
-        else:
-            self.outputs[request.stream_id] = [output]
+        if row.prompt_logprobs is not None:
+            output = output._replace(prompt_logprobs=(row.prompt_logprobs,))
+        self._add(request.stream_id, output)
+
+    def _add(self, stream_id: int, output: SequenceOutput) -> None:
+        told = self.outputs.get(stream_id)
+        self.outputs[stream_id] = (output,) if told is None else (*told, output)
 
     def tell_found(self, choice: Sequence, found: Finished) -> None:
         """What a beam search has found for a choice: all of its output at once."""
@@ -102,28 +104,19 @@ class Collected:
         )
 
     def freeze(self) -> Changes:
-        outputs = tuple((k, tuple(v)) for k, v in self.outputs.items())
-        return Changes(outputs, tuple(self.finished), tuple(self.started))
-
-
-class Entry(NamedTuple):
-    """One row of a step: afterwards the sequence's tokens up to `end` are computed."""
-
-    sequence: Sequence
-    end: int
-    samples: bool
+        return Changes(tuple(self.outputs.items()), tuple(self.finished), tuple(self.started))
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is planned, then while it is in flight."""
+    """A step while it is planned, then while it is in flight. sequences: one for each of `rows`."""
 
     now: float
     budget: int
     rows: list[ScheduledRow] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     new_tokens: list[NewTokens] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)  # will run from the next step on
     started: list[tuple[int, float]] = field(default_factory=list)  # streams that got a row, and when
     overflow: list[Sequence] = field(default_factory=list)  # siblings without a row: to the front of waiting
@@ -137,18 +130,22 @@ class StepPlan:
         """Schedule tokens of a sequence that has a row and slots; True if it samples. With logits_from it computes
         nothing itself: the tokens are those of that other row, in the same step or before."""
         start = sequence.position
-        end = start + num_tokens
-        computes = num_tokens if logits_from is None else 0
         scored = NOT_SCORED
-        if computes:
-            if start < sequence.num_prompt_tokens:
-                scored = sequence.scored_in(start, end)
-            self._count(sequence, start, end)
+        if logits_from is None:
+            logits_from = len(self.rows)
+            if start < sequence.num_prompt_tokens or start < sequence.high_water:
+                scored = sequence.scored_in(start, start + num_tokens)
+                self._count(sequence, start, start + num_tokens)
+            else:  # what a text's next token is
+                self.num_decode_tokens += num_tokens
+            self.budget -= num_tokens
+            computed, computes = start, num_tokens
+        else:
+            computed, computes = start + num_tokens, 0
         samples = sequence.schedule(num_tokens)
-        index = len(self.rows) if logits_from is None else logits_from
         assert sequence.row is not None
-        self.rows.append(ScheduledRow(sequence.row, end - computes, computes, index if samples else None, scored))
-        self.entries.append(Entry(sequence, end, samples))
+        self.rows.append(ScheduledRow(sequence.row, computed, computes, logits_from if samples else None, scored))
+        self.sequences.append(sequence)
         return samples
 
     def _count(self, sequence: Sequence, start: int, end: int) -> None:
@@ -157,7 +154,6 @@ class StepPlan:
         self.num_decode_tokens += decode
         self.num_prompt_tokens += end - start - decode
         self.num_recomputed_tokens += min(end, known) - start
-        self.budget -= end - start
 
     def take_forked(self) -> list[Sequence]:
         forked, self.forked = self.forked, []

@@ -144,9 +144,7 @@ class KVCacheManager:
         start, end, size = sequence.position, sequence.position + num_tokens, self.block_size
         first, offset = divmod(start, size)
         blocks = self.allocator.blocks
-        if num_tokens == 1 and offset and self._has_own_slot(sequence):
-            for table in sequence.block_tables:
-                self.allocator.fill(blocks[table[-1]], offset + 1)
+        if num_tokens == 1 and offset and self._fill_own(sequence, offset + 1):
             return True
         num_needed, copies = 0, False
         for table in sequence.block_tables:
@@ -166,10 +164,15 @@ class KVCacheManager:
                 self.allocator.fill(blocks[table[index]], min(size, end - index * size))
         return True
 
-    def _has_own_slot(self, sequence: Sequence) -> bool:
-        """Whether the last block of every group is the sequence's alone; for one whose last blocks are not full."""
+    def _fill_own(self, sequence: Sequence, num_filled: int) -> bool:
+        """Fill the last block of every group as far as that, if these are the sequence's alone."""
         blocks = self.allocator.blocks
-        return all(blocks[table[-1]].ref_count == 1 for table in sequence.block_tables)
+        for table in sequence.block_tables:
+            if blocks[table[-1]].ref_count != 1:
+                return False
+        for table in sequence.block_tables:
+            self.allocator.fill(blocks[table[-1]], num_filled)
+        return True
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int | None = None) -> None:
         """The child shares every block of the parent, or those of its first num_tokens tokens, which must be full."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class RowContext:
+class RowContext(NamedTuple):
     """What a row's edits may look at."""
 
     params: SamplingParams

@@ -43,17 +43,15 @@ def answers(logits: Tensor, questions: Sequence[Question]) -> list[Answer]:
         logits,
         torch.from_numpy(ids_asked(questions)),
         max(q.count for q in questions),
-        source=torch.tensor([q.row for q in questions], dtype=torch.int64),
+        source=torch.from_numpy(np.array([q.row for q in questions], dtype=np.int64)),
     )
     return answers_from(questions, told.logprobs.tolist(), told.top_ids.tolist(), told.top_logprobs.tolist())
 
 
 def ids_asked(questions: Sequence[Question]) -> npt.NDArray[np.int64]:
     """Per question the chosen id, then the named ones: [len(questions), num_ids]; zeros where it has fewer."""
-    ids = np.zeros((len(questions), 1 + max(len(q.named) for q in questions)), dtype=np.int64)
-    for asked, question in zip(ids, questions, strict=True):
-        asked[: 1 + len(question.named)] = question.chosen, *question.named
-    return ids
+    num_named = max([len(q.named) for q in questions])
+    return np.array([(q.chosen, *q.named, *[0] * (num_named - len(q.named))) for q in questions], dtype=np.int64)
 
 
 def answers_from(
@@ -65,7 +63,10 @@ def answers_from(
 
 
 def _alternatives(question: Question, named: list[float], top_ids: list[int], top: list[float]) -> TokenLogprobs:
-    pairs = [(i, p) for i, p in zip(top_ids[: question.count], top, strict=False) if p > -math.inf]
+    ids, best_logprobs = top_ids[: question.count], top[: question.count]
+    if not question.named and (not best_logprobs or best_logprobs[-1] > -math.inf):  # nothing to leave out or to add
+        return TokenLogprobs(tuple(ids), tuple(best_logprobs))
+    pairs = [(i, p) for i, p in zip(ids, best_logprobs, strict=True) if p > -math.inf]
     best = {token_id for token_id, _ in pairs}
     for token_id, logprob in dict(zip(question.named, named, strict=False)).items():
         if token_id not in best and logprob > -math.inf:
