@@ -73,7 +73,7 @@ void share_rows(int64_t rows, int64_t vocab, const Work& work) {
     }
   };
   const int64_t threads = rows * vocab < kWorthWaking ? 1 : torch::stable::get_num_threads();
-  const int64_t grain = rows / (threads * 4) + 1;
+  const int64_t grain = rows == 0 ? 1 : (rows + threads * 4 - 1) / (threads * 4);  // equal shares, or nearly
   const int64_t ranges = (rows + grain - 1) / grain;
   Job job{work, rows, grain, 0, {false}, nullptr};
   run_team(static_cast<int>(ranges < threads ? ranges : threads),

@@ -1,5 +1,6 @@
 #include "cpu/team.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <memory>
@@ -18,6 +19,7 @@ namespace pagemill {
 namespace {
 
 constexpr int kLooksAwake = 400;  // pauses before yielding: some ten microseconds
+constexpr std::chrono::microseconds kAwake{150};  // between two jobs: a step's draw comes so soon behind its forward
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -114,10 +116,13 @@ class Team {
 
   // Returns at a job after number `seen`; false at the end of the process.
   bool wait_for_job(uint64_t seen) {
-    for (int look = 0; look < kLooksAwake; ++look) {
-      if (state_.load(std::memory_order_acquire) / kJob != seen) return true;
-      pause_core();
-    }
+    const auto end = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int look = 0; look < kLooksAwake; ++look) {
+        if (state_.load(std::memory_order_acquire) / kJob != seen) return true;
+        pause_core();
+      }
+    } while (std::chrono::steady_clock::now() < end);
     std::unique_lock<std::mutex> lock(sleep_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     wake_.wait(lock, [&] { return ending_ || state_.load(std::memory_order_seq_cst) / kJob != seen; });
