@@ -59,9 +59,14 @@ class ModelRunner:
         self.sampler = Sampler(max_num_seqs, vocab_size, grammars)
         self.pooler = Pooler()
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Apply the deltas, copy blocks, run the model, sample, append the sampled tokens to their rows."""
+        if torch.is_inference_mode_enabled():  # as in the engine's thread
+            return self._launch(batch)
+        with torch.inference_mode():
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> StepHandle:
         self.table.apply(batch)
         for freed in batch.freed_rows:
             self.sampler.grammars.clear(freed)
