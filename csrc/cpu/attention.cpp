@@ -1,7 +1,7 @@
-// Attention of one piece of work: gather the query rows, then per split of 256 keys score all keys, turn a row's scores
-// into probabilities in one sweep (no running rescale inside a split), weigh the values, merge. Scores and
-// probabilities of a split stay in the first-level caches; K and V are read once for all rows of the piece, which is
-// what makes grouped heads, prompt chunks and prefixes that sequences share cheap.
+// Attention of one piece of work: gather the query rows, then per split of 256 keys and group of rows score all keys, turn
+// the scores into probabilities in one sweep (no running rescale inside a split), weigh the values; merge. Scores and
+// probabilities of a group stay in the first-level cache, K and V of a split in the second: they come from memory once
+// for all rows of the piece, which is what makes grouped heads, prompt chunks and prefixes that sequences share cheap.
 //
 // Columns outside a row's range get probability exactly 0, so a tile that another row of the item needs leaves this
 // row's bits alone. Slots past the sequence's end may hold NaN: such keys are overwritten by -inf after scoring, such
@@ -21,11 +21,17 @@ void attend_split(const Item& item, int64_t split, const Results& result) {
   const int64_t end = item.end < base + kSplitTokens ? item.end : base + kSplitTokens;
   SplitTiles tiles(item, begin, end);
   const int64_t steps = args.type == ElementType::bf16 ? args.key_dim / 2 : args.key_dim;
-  Products<T>::score(item.query, item.query_stride, item.num_rows, tiles.keys, tiles.count(), steps, item.scores);
-  softmax<T>(item, tiles.begin * kTileTokens, end, tiles.count() * kTileTokens, result);
   prepare_values(item, tiles);
-  Products<T>::weigh(item.scores, item.num_rows, tiles.values, tiles.count(), item.value_stride, result.value,
-                     item.value_stride);
+  const int64_t group = Products<T>::rows_at_once(item.num_rows);
+  for (int64_t row = 0; row < item.num_rows; row += group) {
+    const int64_t rows = item.num_rows - row < group ? item.num_rows - row : group;
+    const bool is_first = row == 0;
+    const float* query = Products<T>::query_at(item.query, row, item.num_rows, steps);
+    float *scores = item.scores + row * kSplitTokens, *value = result.value + row * item.value_stride;
+    Products<T>::score(query, item.query_stride, rows, tiles.keys, tiles.count(), steps, scores, is_first);
+    softmax<T>(item, scores, row, rows, tiles.begin * kTileTokens, end, tiles.count(), result);
+    Products<T>::weigh(scores, rows, tiles.values, tiles.count(), item.value_stride, value, item.value_stride, is_first);
+  }
 }
 
 template <typename T>
@@ -46,8 +52,9 @@ void run_merge(const Item& item, const AttentionMerge& work) {
   }
   if (work.split_begin < work.split_end) gather_query<T>(item);
   for (int64_t index = work.split_begin; index < work.split_end; ++index) {
-    attend_split<T>(item, index, split);
-    merge(item.num_rows, item.value_stride, factor, split, merged);
+    const bool is_first = work.num_parts == 0 && index == work.split_begin;
+    attend_split<T>(item, index, is_first ? merged : split);
+    if (!is_first) merge(item.num_rows, item.value_stride, factor, split, merged);
   }
   finish(item, merged);
 }

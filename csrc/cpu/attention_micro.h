@@ -37,6 +37,7 @@ constexpr int64_t kTableTiles = kSplitTiles + kAhead;  // tile lists end with wh
 static_assert(kAhead >= kMaxSpan, "a span's successors are in the list");
 
 struct F32 {
+  static constexpr bool is_rough = false;  // how exponentials are computed
   static constexpr int64_t max_rows = kFloatRows;
   static constexpr bool whole_tiles = false;  // rows are computed 16 at a time
   static constexpr int64_t words_per_step = 1;  // words of a query row or of probabilities per step
@@ -51,6 +52,7 @@ struct F32 {
 };
 
 struct Split {
+  static constexpr bool is_rough = true;  // how exponentials are computed
   static constexpr int64_t max_rows = kPairRows;
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 2;
@@ -68,6 +70,7 @@ struct Split {
 
 #if defined(PAGEMILL_BF16_DOT)
 struct Dot {
+  static constexpr bool is_rough = true;  // how exponentials are computed
   static constexpr int64_t max_rows = kPairRows;
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 1;
@@ -136,7 +139,7 @@ inline QueryPlace query_place(int64_t row, int64_t rows, int64_t steps) {
   return {begin * row_words + (row - begin) * kWords, count * kWords};
 }
 
-// scores[r][s * 16 + key] for R rows and S tiles; `next` are the tiles to fetch meanwhile.
+// scores[s][r][key] for R rows and S tiles; `next` are the tiles to fetch meanwhile.
 template <typename T, int R, int S>
 inline void score_tiles(const float* query, const int32_t* const* tiles, const int32_t* const* next, int64_t steps,
                         float* scores) {
@@ -155,22 +158,28 @@ inline void score_tiles(const float* query, const int32_t* const* tiles, const i
       multiply<T, R, S>(entry, kWords, columns, sum);
     }
   }
+#pragma GCC unroll 4
+  for (int s = 0; s < S; ++s) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int v = 0; v < S * kVecsPerGroup; ++v) store(scores + r * 256 + v * kLanes, sum[r][v]);
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecsPerGroup; ++v) {
+        store(scores + (s * R + r) * 16 + v * kLanes, sum[r][s * kVecsPerGroup + v]);
+      }
+    }
   }
 }
 
-// out[r][0 .. S*16) over tiles [0, num_tiles): probabilities of tile t start at row word t * 16 (or 8 for Dot).
+// out[r][0 .. S*16) over tiles [0, num_tiles), from probabilities[tile][r][entries of a tile].
 template <typename T, int R, int S>
 inline void weigh_tiles(const float* probabilities, const int32_t* const* tiles, const int32_t* const* next,
                         int64_t num_tiles, int64_t value_stride, float* out, int64_t out_stride) {
+  constexpr int64_t kWords = T::steps_per_tile * T::words_per_step;
   Vec sum[R][S * kVecsPerGroup] = {};
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int32_t* words = tiles[tile];
     const int32_t* ahead = next[tile];
-    const float* rows = probabilities + tile * T::steps_per_tile * T::words_per_step;
+    const float* rows = probabilities + tile * R * kWords;
     for (int64_t step = 0; step < T::steps_per_tile; ++step) {
       const int32_t* columns[S];
 #pragma GCC unroll 4
@@ -178,7 +187,7 @@ inline void weigh_tiles(const float* probabilities, const int32_t* const* tiles,
         prefetch(ahead + step * value_stride + s * 16);
         columns[s] = words + step * value_stride + s * 16;
       }
-      multiply<T, R, S>(rows + step * T::words_per_step, 256, columns, sum);
+      multiply<T, R, S>(rows + step * T::words_per_step, kWords, columns, sum);
     }
   }
 #pragma GCC unroll 16
@@ -216,48 +225,38 @@ inline void with_span(int64_t span, const Use& use) {
   use.template operator()<1>();
 }
 
-// Scores of `rows` rows against num_tiles tiles; kAhead more in the list are what follows.
+// Scores of one group of rows against num_tiles tiles; kAhead more in the list are what follows, fetched by the first group.
 template <typename T>
 void score_rows(const float* query, int64_t rows, const int32_t* const* tiles, int64_t num_tiles, int64_t steps,
-                float* scores) {
-  const int64_t per_group = rows_per_group<T>(rows);
-  for (int64_t tile = 0; tile < num_tiles;) {
-    const int64_t span = span_of(per_group, num_tiles - tile);
-    for (int64_t row = 0; row < rows; row += per_group) {
-      const int64_t count = rows - row < per_group ? rows - row : per_group;
-      const int32_t* const* next = tiles + tile + (row ? 0 : kAhead);
-      const float* group = query + query_place<T>(row, rows, steps).first;
-      with_rows<T::max_rows>(count, [&]<int R>() {
-        with_span<R>(span, [&]<int S>() {
-          score_tiles<T, R, S>(group, tiles + tile, next, steps, scores + row * 256 + tile * 16);
-        });
+                float* scores, bool is_first) {
+  with_rows<T::max_rows>(rows, [&]<int R>() {
+    for (int64_t tile = 0; tile < num_tiles;) {
+      const int64_t span = span_of(R, num_tiles - tile);
+      const int32_t* const* next = tiles + tile + (is_first ? kAhead : 0);
+      with_span<R>(span, [&]<int S>() {
+        score_tiles<T, R, S>(query, tiles + tile, next, steps, scores + tile * R * 16);
       });
+      tile += span;
     }
-    tile += span;
-  }
+  });
 }
 
-// Weighted values of `rows` rows; value_stride (words per step) is a multiple of 16. kAhead more tiles follow.
+// Weighted values of one group of rows; value_stride (words per step) is a multiple of 16. kAhead more tiles follow.
 template <typename T>
 void weigh_rows(const float* probabilities, int64_t rows, const int32_t* const* tiles, int64_t num_tiles,
-                int64_t value_stride, float* out, int64_t out_stride) {
-  const int64_t per_group = rows_per_group<T>(rows);
-  for (int64_t row = 0; row < rows; row += per_group) {
-    const int64_t count = rows - row < per_group ? rows - row : per_group;
+                int64_t value_stride, float* out, int64_t out_stride, bool is_first) {
+  with_rows<T::max_rows>(rows, [&]<int R>() {
     for (int64_t dim = 0; dim < value_stride;) {
-      const int64_t span = span_of(per_group, (value_stride - dim) / 16);
+      const int64_t span = span_of(R, (value_stride - dim) / 16);
       const int32_t* shifted[kTableTiles];
       for (int64_t t = 0; t < num_tiles + kAhead; ++t) shifted[t] = tiles[t] + dim;
-      const int32_t* const* next = shifted + (row ? 0 : kAhead);
-      with_rows<T::max_rows>(count, [&]<int R>() {
-        with_span<R>(span, [&]<int S>() {
-          weigh_tiles<T, R, S>(probabilities + row * 256, shifted, next, num_tiles, value_stride,
-                               out + row * out_stride + dim, out_stride);
-        });
+      const int32_t* const* next = shifted + (is_first ? kAhead : 0);
+      with_span<R>(span, [&]<int S>() {
+        weigh_tiles<T, R, S>(probabilities, shifted, next, num_tiles, value_stride, out + dim, out_stride);
       });
       dim += span * 16;
     }
-  }
+  });
 }
 
 }  // namespace

@@ -17,87 +17,134 @@ inline float exponent_factor(const AttentionArgs& args) {
 
 inline float exp2_scalar(float x) { return exp2_nonpositive(splat(x))[0]; }
 
-// Makes scores [0, columns) of one row ready: -inf outside [begin, end), the softcap's tanh. Returns the largest.
-inline float prepare_row(const AttentionArgs& args, float* row, int64_t columns, int64_t begin, int64_t end) {
-  for (int64_t i = 0; i < begin; ++i) row[i] = kNegativeInfinity;
-  for (int64_t i = end; i < columns; ++i) row[i] = kNegativeInfinity;
-  if (args.softcap > 0) {
-    const Vec inner = splat(args.scale / args.softcap);
-    for (int64_t i = begin / kLanes * kLanes; i < end; i += kLanes) {
-      const Vec raw = load(row + i);
-      const Vec capped = tanh(raw * inner);
-      store(row + i, raw == splat(kNegativeInfinity) ? raw : capped);
+// Columns of one row outside [begin, end) become -inf, in the tiles that hold such.
+inline void hide(float* row, int64_t tile_stride, int64_t num_tiles, int64_t begin, int64_t end) {
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    float* scores = row + tile * tile_stride;
+    const int64_t first = tile * 16;
+    if (begin <= first && first + 16 <= end) continue;
+    for (int64_t i = 0; i < 16; ++i) {
+      if (first + i < begin || first + i >= end) scores[i] = kNegativeInfinity;
     }
   }
-  constexpr int64_t kChains = 4;
-  Vec high[kChains];
-  for (int64_t c = 0; c < kChains; ++c) high[c] = splat(kNegativeInfinity);
-  int64_t i = 0;
-  for (; i + kChains * kLanes <= columns; i += kChains * kLanes) {
-    for (int64_t c = 0; c < kChains; ++c) high[c] = larger(load(row + i + c * kLanes), high[c]);
-  }
-  for (; i < columns; i += kLanes) high[0] = larger(load(row + i), high[0]);
-  const float top = largest_lane(larger(larger(high[0], high[1]), larger(high[2], high[3])));
-  return top == kNegativeInfinity ? __builtin_nanf("") : top;  // keys and no finite score: broken, not empty
 }
 
-// Prepared scores [0, columns) become probabilities, in place; returns their sum.
-template <typename T>
-inline float exponentials(float* row, int64_t columns, float top, float exponent) {
-  const Vec factor = splat(exponent), shift = splat(top);
-  Vec total[16 / kLanes] = {};
-  for (int64_t i = 0; i < columns; i += 16) {
-    for (int64_t v = 0; v < 16 / kLanes; ++v) {
-      const Vec p = exp2_nonpositive((load(row + i + v * kLanes) - shift) * factor);
-      total[v] = total[v] + p;
-      put_probabilities<T>(row, i + v * kLanes, p);
+// The softcap's tanh, of all but -inf.
+inline void cap(const AttentionArgs& args, float* scores) {
+  const Vec inner = splat(args.scale / args.softcap);
+  for (int64_t i = 0; i < 16; i += kLanes) {
+    const Vec raw = load(scores + i);
+    const Vec capped = tanh(raw * inner);
+    store(scores + i, raw == splat(kNegativeInfinity) ? raw : capped);
+  }
+}
+
+// Scores of R rows and num_tiles tiles become probabilities, in place (tile by tile: what is written lies in front of
+// what is still to be read). tops: each row's largest score; sums: what its probabilities add up to.
+template <typename T, int R>
+inline void exponentials(float* scores, const Grid& grid, int64_t num_tiles, float exponent, const float* tops,
+                         float* sums) {
+  constexpr int kCount = R * kVecsPerGroup;
+  const Vec factor = splat(exponent);
+  float shifts[R];
+  for (int r = 0; r < R; ++r) shifts[r] = T::is_rough ? -tops[r] * exponent : tops[r];
+  Vec total[kCount] = {};
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const float* from = scores + tile * grid.score_tile;
+    float* to = scores + tile * grid.probability_tile;
+    Vec before = {};
+#pragma GCC unroll 48
+    for (int n = 0; n < kCount; ++n) {
+      const Vec score = load(from + n / kVecsPerGroup * grid.score_row + n % kVecsPerGroup * kLanes);
+      const Vec shift = splat(shifts[n / kVecsPerGroup]);
+      const Vec p = T::is_rough ? exp2_roughly(fused(score, factor, shift)) : exp2_nonpositive((score - shift) * factor);
+      total[n] = total[n] + p;
+      put_probabilities<T>(to, grid, n, kCount, before, p);
+      before = p;
     }
   }
-  for (int64_t v = 1; v < 16 / kLanes; ++v) total[0] = total[0] + total[v];
-  return sum_lanes(total[0]);
+  for (int r = 0; r < R; ++r) {
+    Vec all = total[r * kVecsPerGroup];
+    for (int v = 1; v < kVecsPerGroup; ++v) all = all + total[r * kVecsPerGroup + v];
+    sums[r] = sum_lanes(all);
+  }
 }
 
-// Scores of keys [origin, origin + columns) become probabilities, with each row's maximum and sum; those of keys that a
-// row does not see, or from `end` on, become 0. Two passes over all rows, so that one row's fold hides another's.
+// Each row's largest score.
+template <int R>
+inline void maxima(const float* scores, const Grid& grid, int64_t num_tiles, float* tops) {
+  Vec high[R];
+  for (int r = 0; r < R; ++r) high[r] = splat(kNegativeInfinity);
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const float* from = scores + tile * grid.score_tile;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVecsPerGroup; ++v) high[r] = larger(load(from + r * grid.score_row + v * kLanes), high[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) tops[r] = largest_lane(high[r]);
+}
+
+// Scores of rows [first, first + count), keys from `origin` on, become probabilities, with each row's maximum and sum;
+// those of keys that a row does not see, or from `end` on, become 0.
 template <typename T>
-void softmax(const Item& item, int64_t origin, int64_t end, int64_t columns, const Results& result) {
+void softmax(const Item& item, float* scores, int64_t first, int64_t count, int64_t origin, int64_t end,
+             int64_t num_tiles, const Results& result) {
+  const Grid grid = grid_of<T>(count);
   const float exponent = exponent_factor(item.args);
-  for (int64_t row = 0; row < item.num_rows; ++row) {
-    const int64_t from = item.rows[row].begin > origin ? item.rows[row].begin - origin : 0;
-    const int64_t to = (item.rows[row].end < end ? item.rows[row].end : end) - origin;
-    float* scores = item.scores + row * kSplitTokens;
-    result.maximum[row] = to > from ? prepare_row(item.args, scores, columns, from, to) : kNegativeInfinity;
+  for (int64_t row = 0; row < count; ++row) {
+    const Row& keys = item.rows[first + row];
+    const int64_t from = keys.begin > origin ? keys.begin - origin : 0, to = (keys.end < end ? keys.end : end) - origin;
+    float* here = scores + row * grid.score_row;
+    if (from > 0 || to < num_tiles * 16) hide(here, grid.score_tile, num_tiles, from, to);
+    if (item.args.softcap == 0) continue;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) cap(item.args, here + tile * grid.score_tile);
   }
-  for (int64_t row = 0; row < item.num_rows; ++row) {
-    float* scores = item.scores + row * kSplitTokens;
-    if (result.maximum[row] == kNegativeInfinity) {
-      __builtin_memset(scores, 0, columns * 4);
-    } else {
-      result.sum[row] = exponentials<T>(scores, columns, result.maximum[row], exponent);
-    }
+  for (int64_t row = 0; row < count; row += T::max_rows) {
+    const int64_t left = count - row < T::max_rows ? count - row : T::max_rows;
+    with_rows<T::max_rows>(left, [&]<int R>() {
+      float* here = scores + row * grid.score_row;
+      float tops[R], shifts[R];
+      maxima<R>(here, grid, num_tiles, tops);
+      for (int r = 0; r < R; ++r) {
+        const Row& keys = item.rows[first + row + r];
+        const bool sees = (keys.begin > origin ? keys.begin : origin) < (keys.end < end ? keys.end : end);
+        if (sees && tops[r] == kNegativeInfinity) tops[r] = __builtin_nanf("");  // keys and no finite score: broken
+        result.maximum[first + row + r] = tops[r];
+        shifts[r] = sees ? tops[r] : 0.0f;
+      }
+      exponentials<T, R>(here, grid, num_tiles, exponent, shifts, result.sum + first + row);
+    });
   }
 }
 
-// Adds one split's rows to what the splits to its left gave.
+// Adds one split's rows to what the splits to its left gave. Lanes past the last row are computed and mean nothing.
 void merge(int64_t rows, int64_t value_stride, float factor, const Results& split, const Results& merged) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const float right = split.maximum[row], left = merged.maximum[row];
-    if (right == kNegativeInfinity) continue;
-    const float* from = split.value + row * value_stride;
-    float* to = merged.value + row * value_stride;
-    if (left == kNegativeInfinity) {
-      __builtin_memcpy(to, from, value_stride * 4);
-      merged.maximum[row] = right;
-      merged.sum[row] = split.sum[row];
-      continue;
-    }
-    const float top = right > left ? right : left;
-    const float keep = exp2_scalar((left - top) * factor), add = exp2_scalar((right - top) * factor);
-    merged.maximum[row] = top;
-    merged.sum[row] = merged.sum[row] * keep + split.sum[row] * add;
-    const Vec keeps = splat(keep), adds = splat(add);
-    for (int64_t d = 0; d < value_stride; d += kLanes) {
-      store(to + d, fused(load(from + d), adds, load(to + d) * keeps));
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const Vec right = load(split.maximum + first), left = load(merged.maximum + first);
+    const Vec top = right > left ? right : left;
+    float lefts[kLanes], rights[kLanes], keeps[kLanes], adds[kLanes];
+    store(lefts, left);
+    store(rights, right);
+    store(keeps, exp2_nonpositive((left - top) * splat(factor)));
+    store(adds, exp2_nonpositive((right - top) * splat(factor)));
+    for (int64_t row = first; row < rows && row < first + kLanes; ++row) {
+      const int64_t lane = row - first;
+      if (rights[lane] == kNegativeInfinity) continue;
+      const float* from = split.value + row * value_stride;
+      float* to = merged.value + row * value_stride;
+      if (lefts[lane] == kNegativeInfinity) {
+        __builtin_memcpy(to, from, value_stride * 4);
+        merged.maximum[row] = rights[lane];
+        merged.sum[row] = split.sum[row];
+        continue;
+      }
+      merged.maximum[row] = rights[lane] > lefts[lane] ? rights[lane] : lefts[lane];
+      merged.sum[row] = merged.sum[row] * keeps[lane] + split.sum[row] * adds[lane];
+      const Vec keep = splat(keeps[lane]), add = splat(adds[lane]);
+      for (int64_t d = 0; d < value_stride; d += kLanes) {
+        store(to + d, fused(load(from + d), add, load(to + d) * keep));
+      }
     }
   }
 }

@@ -31,6 +31,17 @@ PAGEMILL_INLINE HalfVec narrow(Vec v) {
 #endif
 }
 
+// Two vectors rounded, one behind the other.
+PAGEMILL_INLINE void store_narrow(char* to, Vec low, Vec high) {
+#if defined(__AVX512BF16__)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  __builtin_memcpy(to, &both, sizeof both);
+#else
+  const HalfVec halves[2] = {narrow(low), narrow(high)};
+  __builtin_memcpy(to, halves, sizeof halves);
+#endif
+}
+
 }  // namespace
 }  // namespace pagemill::PAGEMILL_LEVEL
 #endif
