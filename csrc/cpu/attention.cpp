@@ -1,5 +1,5 @@
-// Attention of one piece of work: gather the query rows, then per split of 256 keys and group of rows score all keys, turn
-// the scores into probabilities in one sweep (no running rescale inside a split), weigh the values; merge. Scores and
+// Attention of one piece of work: gather the query rows, then per split of 256 keys and group of rows score all keys,
+// turn the scores into probabilities in one sweep (no running rescale inside a split), weigh the values; merge. Scores and
 // probabilities of a group stay in the first-level cache, K and V of a split in the second: they come from memory once
 // for all rows of the piece, which is what makes grouped heads, prompt chunks and prefixes that sequences share cheap.
 //
@@ -30,7 +30,8 @@ void attend_split(const Item& item, int64_t split, const Results& result) {
     float *scores = item.scores + row * kSplitTokens, *value = result.value + row * item.value_stride;
     Products<T>::score(query, item.query_stride, rows, tiles.keys, tiles.count(), steps, scores, is_first);
     softmax<T>(item, scores, row, rows, tiles.begin * kTileTokens, end, tiles.count(), result);
-    Products<T>::weigh(scores, rows, tiles.values, tiles.count(), item.value_stride, value, item.value_stride, is_first);
+    Products<T>::weigh(scores, rows, tiles.values, tiles.count(), item.value_stride, value, item.value_stride,
+                       is_first);
   }
 }
 

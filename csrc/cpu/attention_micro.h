@@ -225,7 +225,7 @@ inline void with_span(int64_t span, const Use& use) {
   use.template operator()<1>();
 }
 
-// Scores of one group of rows against num_tiles tiles; kAhead more in the list are what follows, fetched by the first group.
+// Scores of one group of rows against num_tiles tiles; kAhead more in the list follow, which the first group fetches.
 template <typename T>
 void score_rows(const float* query, int64_t rows, const int32_t* const* tiles, int64_t num_tiles, int64_t steps,
                 float* scores, bool is_first) {

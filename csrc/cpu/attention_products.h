@@ -62,12 +62,13 @@ inline Grid grid_of(int64_t rows) {
   return {16, 16 * rows, kWords, kWords * rows};
 }
 
-// Stores the n-th of `count` vectors of probabilities of a tile's rows, one row after the other; `before`: the one before.
+// Stores the n-th of the `count` vectors of probabilities that a tile's rows have; `before`: the one before.
 template <typename T>
 inline void put_probabilities(float* tile, const Grid& grid, int n, int count, Vec before, Vec p) {
 #if defined(PAGEMILL_BF16_DOT)
   if constexpr (T::words_per_step == 1 && T::steps_per_tile == 8) {
-    char* to = reinterpret_cast<char*>(tile + n / kVecsPerGroup * grid.probability_row) + n % kVecsPerGroup * kLanes * 2;
+    float* row = tile + n / kVecsPerGroup * grid.probability_row;
+    char* to = reinterpret_cast<char*>(row) + n % kVecsPerGroup * kLanes * 2;
     if (T::whole_tiles || (n % 2 == 0 && n + 1 == count)) {
       const HalfVec rounded = narrow(p);
       __builtin_memcpy(to, &rounded, sizeof rounded);

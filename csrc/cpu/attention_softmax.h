@@ -57,7 +57,8 @@ inline void exponentials(float* scores, const Grid& grid, int64_t num_tiles, flo
     for (int n = 0; n < kCount; ++n) {
       const Vec score = load(from + n / kVecsPerGroup * grid.score_row + n % kVecsPerGroup * kLanes);
       const Vec shift = splat(shifts[n / kVecsPerGroup]);
-      const Vec p = T::is_rough ? exp2_roughly(fused(score, factor, shift)) : exp2_nonpositive((score - shift) * factor);
+      const Vec p = T::is_rough ? exp2_roughly(fused(score, factor, shift))
+                                : exp2_nonpositive((score - shift) * factor);
       total[n] = total[n] + p;
       put_probabilities<T>(to, grid, n, kCount, before, p);
       before = p;
