@@ -1,5 +1,5 @@
 """What the README and docs/ tell to type is taken as it stands there: by the program's own parser, which is as far as
-they go here. So are the first lines of the benches' own descriptions."""
+it goes here. So are the commands of the scripts that nobody types, and those of the benches' own descriptions."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ DESCRIBED = [
     ROOT / "tests/perplexity.py",
     ROOT / "tests/emulation/build.py",
 ]
+SCRIPTS = (".ci/run", ".ci/full", ".github/workflows/release.yml", "config/cpu.toml", "config/h200.toml")
 PROGRAM = re.compile(r"(?:\.venv/bin/)?(?:pagemill|python3? -m (?:server|loadtest|tests)[\w.]*)(?= |$)")
 FENCED = re.compile(r"^```.*?\n(.*?)^```$|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 NAMED_ONLY = (["bench"], ["bench", "COMMAND"], ["bench", "ratio"])  # named in a sentence, not told to be typed
@@ -41,6 +42,15 @@ def commands(text: str) -> Iterator[str]:
             yield re.split(r" \| | &$", line)[0]
 
 
+def steps(text: str) -> Iterator[str]:
+    """Of a script: from the name of a program on, to the line's end; in comments, what is in backticks."""
+    for line in text.replace("\\\n", " ").splitlines():
+        code, _, comment = line.partition("#")
+        yield from commands(comment)
+        if match := PROGRAM.search(code):
+            yield re.split(r" \| | &$", code[match.start() :])[0]
+
+
 def usages(path: Path) -> Iterator[str]:
     """Indented lines of a module's description; what is in brackets may be left out, and is not."""
     for line in re.findall(r"^ {4}(python -m .*)$", path.read_text("utf-8").split('"""')[1], re.MULTILINE):
@@ -48,6 +58,7 @@ def usages(path: Path) -> Iterator[str]:
 
 
 TOLD = sorted({c for page in PAGES for c in commands(page.read_text("utf-8"))})
+STEPS = sorted({c for script in SCRIPTS for c in steps((ROOT / script).read_text("utf-8"))} - set(TOLD))
 USAGES = sorted({usage for path in DESCRIBED for usage in usages(path)})
 
 
@@ -89,7 +100,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         main.main()
 
 
-@pytest.mark.parametrize("command", [*TOLD, *USAGES])
+@pytest.mark.parametrize("command", [*TOLD, *STEPS, *USAGES])
 def test_it_parses(command: str, parsed: list[argparse.Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         run(command, monkeypatch)
@@ -103,6 +114,7 @@ def test_it_parses(command: str, parsed: list[argparse.Namespace], monkeypatch: 
 
 def test_what_is_told_is_found() -> None:
     assert len(TOLD) > 40
+    assert len(STEPS) > 3
     assert len(USAGES) >= len(list((ROOT / "tests/bench").glob("bench_*.py")))
     assert {"pagemill check MODEL", "python3 -m server.keys alice"} <= set(TOLD)
 
