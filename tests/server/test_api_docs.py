@@ -10,7 +10,10 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from engine.outputs import Phase
 from server.app import ROUTERS
+from server.parsers.reasoning import FORMATS
+from server.parsers.select import KINDS
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
 from server.protocol.embeddings import EmbeddingRequest
@@ -19,7 +22,8 @@ from server.protocol.messages import MessagesRequest
 from server.protocol.responses import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
-DOCUMENT = (Path(__file__).parents[2] / "docs/api.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 SHARED = "Fields of completions, chat and responses"
 CHAT = "POST /v1/chat/completions"
 # model of a body -> where its fields stand
@@ -126,3 +130,20 @@ def test_every_route_is_documented() -> None:
     for route in (route for router in ROUTERS for route in router.routes):
         for method in getattr(route, "methods", None) or ():
             assert f"`{method} {getattr(route, 'path', '')}`".replace(":path}", "}") in section("Routes")
+
+
+def test_every_format_of_calls_and_thinking_is_documented() -> None:
+    for title, known in (("Tool formats", {kind.name for kind in KINDS}), ("Thinking", set(FORMATS))):
+        (told,) = re.findall(rf"^{title}: ([^.]*)\.", section("Tools and thinking"), re.MULTILINE)
+        assert set(re.split(r",\s+", told)) == known
+
+
+def test_every_code_of_an_error_is_documented() -> None:
+    rows = re.findall(r"^\| \d{3} \| \w+ \| (.*) \|$", section("Errors"), re.MULTILINE)
+    told = set(re.findall(r"\b[a-z]+(?:_[a-z]+)*\b", " ".join(rows)))
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "server").rglob("*.py"))
+    given = set(re.findall(r'\bcode(?:: str)?\s*=\s*"([a-z_]+)"', source))
+    assert len(given) > 10
+    assert given - told == set()
+    made = {word for word in told if "_" in word and f'"{word}"' not in source}
+    assert made == {f"server_{phase.value}" for phase in Phase} - {"server_ready"}
