@@ -6,6 +6,7 @@
 // costs well under a microsecond when there is nothing to do, so what is tiny stands on its own instead of being computed
 // by every thread for itself. A product to which adapters add is two stages: the plain product in float32, then row by row
 // what the row's adapter adds, the rounding and the gate. Rows without an adapter are rounded from the same sums as ever.
+// In the last layer a prompt's queries are few: K and V come first, queries on their own (decoder_wanted.h).
 #include "cpu/decoder.h"
 
 #include "cpu/scratch.h"
@@ -34,6 +35,9 @@ struct Step {
   Stages& stages;
   bool is_narrowed;  // fewer rows than tokens pass the last layer's second half
   std::vector<AdapterSpan> narrowed;  // spans of these
+  const WantedQueries& queries;       // of the last layer; where they are few:
+  const AttentionPlan& few_plan;
+  Product few_product, keys_product;  // the last layer's qkv
 };
 
 // One thread's way through it.
@@ -41,18 +45,19 @@ class Walk {
  public:
   explicit Walk(Step& step)
       : step_(step), model_(step.model), batch_(step.batch), rows_(step.rows), num_rows_(step.batch.num_tokens),
-        bytes_(element_bytes(step.model.type)), heads_width_((model_.num_query_heads + 2 * model_.num_kv_heads) *
-        model_.head_dim), spans_(&step.batch.spans) {}
+        bytes_(element_bytes(step.model.type)), spans_(&step.batch.spans) {}
 
   void run() {
     embed();
     for (size_t index = 0; index < model_.layers.size(); ++index) {
       const DecoderLayer& layer = model_.layers[index];
       const bool is_last = index + 1 == model_.layers.size();
-      multiply(layer.qkv, rows_.x, rows_.heads);
-      prepare_heads(layer);
+      const bool is_few = is_last && step_.queries.are_few;
+      multiply(is_few ? step_.keys_product : layer.qkv, rows_.x, rows_.heads);
+      prepare_heads(layer, is_few ? 0 : model_.num_query_heads);
       if (is_last && batch_.wants_logits && batch_.num_wanted == 0) return;
-      attend(layer);
+      if (is_few) compute_few_queries(layer);
+      attend(layer, is_few ? step_.few_plan : plan_of(layer), is_few ? &step_.queries : nullptr);
       if (is_last && step_.is_narrowed) narrow();
       multiply(layer.output, rows_.attended, rows_.projected, true);
       if (model_.is_parallel) add_and_norm(layer.behind_attention, RowNorm{}, nullptr, layer.middle);
@@ -91,7 +96,7 @@ class Walk {
   }
 
   void multiply(const Product& product, const char* x, char* out, bool float32_out = false) {
-    if (is_adapted(product)) return multiply_adapted(product, x, out, float32_out);
+    if (is_adapted(product, *spans_)) return multiply_adapted(product, x, out, float32_out);
     const bool bf16 = model_.type == ElementType::bf16, bf16_out = bf16 && !float32_out;
     const int64_t in = product.in_features;
     LinearArgs args{x, in, product.packed, product.bias, out, num_rows_, in, product.out_features, bf16, bf16_out,
@@ -103,12 +108,6 @@ class Walk {
     stage([&](int64_t* next) {
       if (product.is_quantised) step_.table.linear_quant(args, product.format, next);
       else step_.table.linear(args, next);
-    });
-  }
-
-  bool is_adapted(const Product& product) const {
-    return std::any_of(spans_->begin(), spans_->end(), [&](const AdapterSpan& span) {
-      return !product.added.empty() && product.added[static_cast<size_t>(span.adapter)].a != nullptr;
     });
   }
 
@@ -177,27 +176,58 @@ class Walk {
     }
   }
 
-  // In place: norms and rotation of the query and key heads, then K and V into the cache.
-  void prepare_heads(const DecoderLayer& layer) {
-    const int64_t dim = model_.head_dim, query_heads = model_.num_query_heads, kv_heads = model_.num_kv_heads;
-    const bool is_rotated = layer.rope >= 0;
-    const RopeRows rope = is_rotated ? model_.ropes[static_cast<size_t>(layer.rope)] : RopeRows{};
+  // In place: norms and rotation of the query and key heads, then K and V into the cache. query_heads: 0 where queries
+  // come later.
+  void prepare_heads(const DecoderLayer& layer, int64_t query_heads) {
+    const int64_t dim = model_.head_dim, kv_heads = model_.num_kv_heads, width = (query_heads + 2 * kv_heads) * dim;
     char* key = rows_.heads + query_heads * dim * bytes_;
-    const RotaryArgs rotary{rows_.heads, rope.cos, rope.sin, batch_.positions, heads_width_, query_heads + kv_heads, dim,
-                            rope.dim, model_.type};
+    const RotaryArgs rotary = rotary_args(layer, rows_.heads, batch_.positions, query_heads + kv_heads, width);
     const CacheWrite write{key, key + kv_heads * dim * bytes_, layer.key_cache, layer.value_cache, batch_.slots,
-                           heads_width_, dim, heads_width_, dim, layer.key_block_stride, layer.value_block_stride,
+                           width, dim, width, dim, layer.key_block_stride, layer.value_block_stride,
                            kv_heads, model_.block_size, dim, dim, model_.type};
     stage([&](int64_t* next) {
-      draw(next, num_rows_, rows_per_piece(heads_width_), [&](int64_t begin, int64_t end) {
+      draw(next, num_rows_, rows_per_piece(width), [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
-          norm_heads(layer.query, rows_.heads + token * heads_width_ * bytes_, query_heads);
-          norm_heads(layer.key, key + token * heads_width_ * bytes_, kv_heads);
+          norm_heads(layer.query, rows_.heads + token * width * bytes_, query_heads);
+          norm_heads(layer.key, key + token * width * bytes_, kv_heads);
         }
-        if (is_rotated) step_.table.rotate(rotary, begin, end);
+        if (layer.rope >= 0) step_.table.rotate(rotary, begin, end);
         step_.table.write_cache(write, begin, end);
       });
     });
+  }
+
+  // Only of those tokens that lead to a wanted row: the product, norms and rotation.
+  void compute_few_queries(const DecoderLayer& layer) {
+    const WantedQueries& queries = step_.queries;
+    const int64_t count = queries.count(), row_bytes = model_.hidden * bytes_;
+    if (count == 0) return;
+    char *x = rows_.projected, *heads = few_heads(model_, batch_, rows_);  // projected: free until attention is over
+    stage([&](int64_t* next) {
+      draw(next, count, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const char* from = rows_.x + queries.tokens[static_cast<size_t>(row)] * row_bytes;
+          std::memcpy(x + row * row_bytes, from, static_cast<size_t>(row_bytes));
+        }
+      });
+    });
+    num_rows_ = count;
+    multiply(step_.few_product, x, heads);
+    num_rows_ = batch_.num_tokens;
+    const int64_t query_heads = model_.num_query_heads, width = query_heads * model_.head_dim;
+    const RotaryArgs rotary = rotary_args(layer, heads, queries.positions.data(), query_heads, width);
+    stage([&](int64_t* next) {
+      draw(next, count, rows_per_piece(width), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) norm_heads(layer.query, heads + row * width * bytes_, query_heads);
+        if (layer.rope >= 0) step_.table.rotate(rotary, begin, end);
+      });
+    });
+  }
+
+  RotaryArgs rotary_args(const DecoderLayer& layer, char* heads, const int64_t* positions, int64_t count,
+                         int64_t width) const {
+    const RopeRows rope = layer.rope >= 0 ? model_.ropes[static_cast<size_t>(layer.rope)] : RopeRows{};
+    return {heads, rope.cos, rope.sin, positions, width, count, model_.head_dim, rope.dim, model_.type};
   }
 
   void norm_heads(const RowNorm& norm, char* heads, int64_t count) {
@@ -205,9 +235,9 @@ class Walk {
     step_.table.rms_norm(norm_args(norm, heads, heads, norm.dim), 0, count * model_.head_dim / norm.dim);
   }
 
-  void attend(const DecoderLayer& layer) {
-    const AttentionArgs args = attention_args(model_, batch_, rows_, layer);
-    const AttentionPlan& plan = plan_of(layer);
+  // few: only these queries, for which the plan was made.
+  void attend(const DecoderLayer& layer, const AttentionPlan& plan, const WantedQueries* few) {
+    const AttentionArgs args = attention_args(model_, batch_, rows_, layer, few);
     if (plan.count_pieces() > 0) {
       stage([&](int64_t* next) {
         char* scratch = static_cast<char*>(thread_scratch(static_cast<size_t>(plan.scratch_bytes())));
@@ -237,7 +267,8 @@ class Walk {
       draw(next, batch_.num_wanted, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const int64_t from = batch_.wanted[row];
-          std::memcpy(rows_.wanted_attended + row * attended, rows_.attended + from * attended,
+          const int64_t place = step_.queries.are_few ? step_.queries.rows[static_cast<size_t>(row)] : from;
+          std::memcpy(rows_.wanted_attended + row * attended, rows_.attended + place * attended,
                       static_cast<size_t>(attended));
           std::memcpy(rows_.wanted_residual + row * residual, rows_.residual + from * residual,
                       static_cast<size_t>(residual));
@@ -302,20 +333,27 @@ class Walk {
   }
 
  public:
+  // Where few queries lie: behind K and V of all tokens.
+  static char* few_heads(const DecoderModel& model, const DecoderBatch& batch, const DecoderSteps::Rows& rows) {
+    return rows.heads + batch.num_tokens * 2 * model.num_kv_heads * model.head_dim * element_bytes(model.type);
+  }
+
+  // few: of the last layer, where its queries are.
   static AttentionArgs attention_args(const DecoderModel& model, const DecoderBatch& batch,
-                                      const DecoderSteps::Rows& rows, const DecoderLayer& layer) {
+                                      const DecoderSteps::Rows& rows, const DecoderLayer& layer,
+                                      const WantedQueries* few) {
     AttentionArgs args{};
-    args.query = rows.heads;
+    args.query = few == nullptr ? rows.heads : few_heads(model, batch, rows);
     args.out = rows.attended;
     args.key_cache = layer.key_cache;
     args.value_cache = layer.value_cache;
     args.block_tables = batch.block_tables;
-    args.query_start = batch.query_start;
+    args.query_start = few == nullptr ? batch.query_start : few->start.data();
     args.seq_lens = batch.seq_lens;
     args.table_stride = batch.table_stride;
-    args.query_token_stride = (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim;
     args.query_head_stride = args.out_head_stride = model.head_dim;
     args.out_token_stride = model.num_query_heads * model.head_dim;
+    args.query_token_stride = args.out_token_stride + (few == nullptr ? 2 * model.num_kv_heads * model.head_dim : 0);
     args.key_block_stride = layer.key_block_stride;
     args.value_block_stride = layer.value_block_stride;
     args.num_kv_heads = model.num_kv_heads;
@@ -335,39 +373,20 @@ class Walk {
   const DecoderModel& model_;
   const DecoderBatch& batch_;
   DecoderSteps::Rows rows_;
-  int64_t num_rows_, bytes_, heads_width_;
+  int64_t num_rows_, bytes_;
   const std::vector<AdapterSpan>* spans_;  // of the rows that are computed now
   int64_t stage_ = 0;
 };
-
-bool takes_all_rows(const DecoderBatch& batch) {
-  if (!batch.wants_logits) return true;
-  if (batch.num_wanted != batch.num_tokens) return false;
-  for (int64_t i = 0; i < batch.num_wanted; ++i) {
-    if (batch.wanted[i] != i) return false;
-  }
-  return true;
-}
-
-// Of the rows whose logits are wanted: runs of those with the same adapter.
-std::vector<AdapterSpan> narrowed(const DecoderBatch& batch) {
-  std::vector<AdapterSpan> runs;
-  for (int64_t row = 0; row < batch.num_wanted; ++row) {
-    for (const AdapterSpan& span : batch.spans) {
-      if (batch.wanted[row] < span.start || batch.wanted[row] >= span.stop) continue;
-      if (!runs.empty() && runs.back().adapter == span.adapter && runs.back().stop == row) ++runs.back().stop;
-      else runs.push_back({span.adapter, row, row + 1});
-    }
-  }
-  return runs;
-}
 
 }  // namespace
 
 void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, const KernelTable& table, int threads,
                        char* out) {
   Step step{model, batch, table, threads, out, kinds_, lay_out(model, batch), stages_, !takes_all_rows(batch),
-            narrowed(batch)};
+            wanted_spans(batch), queries_, few_plan_, {}, {}};
+  const auto plan = [&](AttentionPlan& made, const DecoderLayer& layer, const WantedQueries* few) {
+    made.make(Walk::attention_args(model, batch, step.rows, layer, few), batch.num_seqs, threads, kCutAbove);
+  };
   size_t num_kinds = 0;
   for (const DecoderLayer& layer : model.layers) {
     const auto end = kinds_.begin() + static_cast<int64_t>(num_kinds);
@@ -375,12 +394,19 @@ void DecoderSteps::run(const DecoderModel& model, const DecoderBatch& batch, con
     if (num_kinds == kinds_.size()) kinds_.emplace_back();
     Kind& kind = kinds_[num_kinds++];
     kind.window = layer.window;
-    kind.plan.make(Walk::attention_args(model, batch, step.rows, layer), batch.num_seqs, threads, kCutAbove);
+    plan(kind.plan, layer, nullptr);
+  }
+  queries_.are_few = step.is_narrowed && queries_.find(model, batch);
+  const int64_t width = model.num_query_heads * model.head_dim;
+  if (queries_.are_few) {
+    const DecoderLayer& last = model.layers.back();
+    plan(few_plan_, last, &queries_);
+    step.few_product = columns_of(last.qkv, 0, width, model.type == ElementType::bf16);
+    step.keys_product = columns_of(last.qkv, width, last.qkv.out_features, model.type == ElementType::bf16);
   }
   // Tokens past the last sequence attend to nothing, in any layer.
-  const int64_t width = model.num_query_heads * model.head_dim * element_bytes(model.type);
-  const int64_t used = batch.query_start[batch.num_seqs];
-  std::memset(step.rows.attended + used * width, 0, static_cast<size_t>((batch.num_tokens - used) * width));
+  const int64_t used = batch.query_start[batch.num_seqs], bytes = width * element_bytes(model.type);
+  std::memset(step.rows.attended + used * bytes, 0, static_cast<size_t>((batch.num_tokens - used) * bytes));
   stages_.reset();
   run_team(threads, [](void* shared) { Walk(*static_cast<Step*>(shared)).run(); }, &step);
   stages_.rethrow();

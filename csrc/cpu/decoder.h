@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/attention_plan.h"
+#include "cpu/decoder_wanted.h"
 #include "cpu/kernels.h"
 #include "cpu/team.h"
 
@@ -130,6 +131,8 @@ class DecoderSteps {
   Rows lay_out(const DecoderModel& model, const DecoderBatch& batch);
 
   std::vector<Kind> kinds_;
+  WantedQueries queries_;    // of the last layer; if they are few:
+  AttentionPlan few_plan_;
   std::unique_ptr<char[], Aligned> memory_;
   int64_t memory_bytes_ = 0;
   Stages stages_;
@@ -137,7 +140,8 @@ class DecoderSteps {
 
 constexpr int64_t kWideBytes = sizeof(float);  // an element of the residual stream, or of a sum not yet rounded
 
-// Stages of one layer at most: what bounds the number of layers.
+// Stages of one layer at most: what bounds the number of layers. One layer's worth is kept for those at the start and the
+// end and for the last layer's few queries.
 constexpr int64_t kStagesPerLayer = 15;
 constexpr int64_t kMostLayers = Stages::kMost / kStagesPerLayer - 1;
 

@@ -16,7 +16,7 @@
 namespace pagemill {
 namespace {
 
-constexpr int64_t kHidden = 48, kInner = 40, kQueryHeads = 4, kKvHeads = 2, kDim = 20, kVocabulary = 67;
+constexpr int64_t kHidden = 48, kInner = 40, kQueryHeads = 8, kKvHeads = 2, kDim = 20, kVocabulary = 67;
 constexpr int64_t kAttended = kQueryHeads * kDim, kHeads = kAttended + 2 * kKvHeads * kDim;
 constexpr int64_t kBlock = 16, kMaxBlocks = 20, kPositions = 300, kLayers = 2;
 constexpr double kEps = 1e-5, kSoftcap = 10, kEmbeddingScale = 2;
