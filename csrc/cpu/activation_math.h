@@ -27,14 +27,5 @@ PAGEMILL_INLINE Vec activate(Vec x) {
   }
 }
 
-inline Vec activate(ActivationKind kind, Vec x) {
-  switch (kind) {
-    case ActivationKind::silu: return activate<ActivationKind::silu>(x);
-    case ActivationKind::gelu: return activate<ActivationKind::gelu>(x);
-    case ActivationKind::gelu_tanh: return activate<ActivationKind::gelu_tanh>(x);
-  }
-  return x;
-}
-
 }  // namespace
 }  // namespace pagemill::PAGEMILL_LEVEL

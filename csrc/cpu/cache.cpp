@@ -17,7 +17,7 @@ void write_rows(const CacheWrite& args, int64_t token, int64_t slot) {
     Word* key_tile = reinterpret_cast<Word*>(args.key_cache) + block * args.key_block_stride +
                      (head * args.block_size + tile * kTileTokens) * key_dim + lane * pair;
     for (int64_t d = 0; d < key_dim; d += pair) {
-      for (int64_t i = 0; i < pair; ++i) key_tile[d * kTileTokens + i] = key[d + i];
+      __builtin_memcpy(key_tile + d * kTileTokens, key + d, sizeof(Word) * pair);
     }
     const Word* value =
         reinterpret_cast<const Word*>(args.value) + token * args.value_token_stride + head * args.value_head_stride;

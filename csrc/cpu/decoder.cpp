@@ -23,6 +23,12 @@ constexpr int64_t kCutAbove = 500000;        // multiply-adds of attention that 
 
 int64_t rows_per_piece(int64_t width) { return 1 + kElementsPerPiece / width; }
 
+// Of `most` rows at most, and as many pieces for every thread.
+int64_t even_piece(int64_t rows, int64_t most, int64_t threads) {
+  const int64_t pieces = (1 + (rows - 1) / (most * threads)) * threads;
+  return (rows + pieces - 1) / pieces;
+}
+
 // One step as its threads share it.
 struct Step {
   const DecoderModel& model;
@@ -185,8 +191,11 @@ class Walk {
     const CacheWrite write{key, key + kv_heads * dim * bytes_, layer.key_cache, layer.value_cache, batch_.slots,
                            width, dim, width, dim, layer.key_block_stride, layer.value_block_stride,
                            kv_heads, model_.block_size, dim, dim, model_.type};
+    // Of many rows a tile's tokens together: its lines would else go from one core to the other and back.
+    const int64_t piece =
+        num_rows_ < 8 * kTileTokens ? even_piece(num_rows_, rows_per_piece(width), step_.threads) : kTileTokens;
     stage([&](int64_t* next) {
-      draw(next, num_rows_, rows_per_piece(width), [&](int64_t begin, int64_t end) {
+      draw(next, num_rows_, piece, [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
           norm_heads(layer.query, rows_.heads + token * width * bytes_, query_heads);
           norm_heads(layer.key, key + token * width * bytes_, kv_heads);
@@ -294,7 +303,8 @@ class Walk {
     outer.residual = rows_.residual;
     outer.factor = model_.residual_scale;
     stage([&](int64_t* next) {
-      draw(next, num_rows_, rows_per_piece(model_.hidden), [&](int64_t begin, int64_t end) {
+      draw(next, num_rows_, even_piece(num_rows_, rows_per_piece(model_.hidden), step_.threads),
+           [&](int64_t begin, int64_t end) {
         if (before.weight != nullptr) step_.table.rms_norm(earlier, begin, end);
         if (behind.weight != nullptr) step_.table.rms_norm(inner, begin, end);
         step_.table.rms_norm(outer, begin, end);

@@ -72,6 +72,18 @@ inline Vec larger(Vec a, Vec b) {
 #endif
 }
 
+// The smaller likewise.
+inline Vec smaller(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  const IntVec mask = a < b;
+  return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask));
+#endif
+}
+
 // The lanes folded in halves: one fixed order.
 inline float sum_lanes(Vec v) {
 #if defined(__AVX2__)

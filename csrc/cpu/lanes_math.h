@@ -9,15 +9,25 @@ namespace {
 // 2^n for n in [-126, 127].
 PAGEMILL_INLINE Vec power_of_two(IntVec n) { return (Vec)((n + 127) << 23); }
 
+// x * 2^n, rounded once; n is given twice. Two halves, as n leaves the exponent's range before the result does.
+PAGEMILL_INLINE Vec scale_by_power(Vec x, Vec whole, IntVec n) {
+#if defined(__AVX512F__)
+  (void)n;
+  return _mm512_scalef_ps(x, whole);
+#else
+  (void)whole;
+  const IntVec half = n >> 1;
+  return x * power_of_two(half) * power_of_two(n - half);
+#endif
+}
+
 // e^x. Overflows to infinity, underflows through the denormals to zero, keeps NaN.
 // Range reduction x = n ln2 + r after Cody and Waite (Software Manual for the Elementary Functions, 1980): ln2 is split
-// so that n * kLn2High is exact. On |r| <= ln2 / 2 the Taylor series to r^7 is within 5e-9. 2^n is applied in two
-// halves, as n leaves the exponent's range before the result does.
+// so that n * kLn2High is exact. On |r| <= ln2 / 2 the Taylor series to r^7 is within 5e-9.
 PAGEMILL_INLINE Vec exp(Vec x) {
   constexpr float kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-  x = x > 150.0f ? splat(150.0f) : x;  // in this order NaN stays
-  x = x < -150.0f ? splat(-150.0f) : x;
+  x = larger(splat(-150.0f), smaller(splat(150.0f), x));  // in this order NaN stays
   Vec shifted = fused(x, splat(kLog2e), splat(kRound));
   Vec whole = shifted - kRound;
   IntVec n = (IntVec)shifted - (IntVec)splat(kRound);
@@ -31,8 +41,7 @@ PAGEMILL_INLINE Vec exp(Vec x) {
   sum = fused(sum, r, splat(0.5f));
   sum = fused(sum, r, splat(1.0f));
   sum = fused(sum, r, splat(1.0f));
-  IntVec half = n >> 1;
-  return sum * power_of_two(half) * power_of_two(n - half);
+  return scale_by_power(sum, whole, n);
 }
 
 // The standard normal distribution's upper tail at |x|, |x| <= 1e18: erfc(|x| / sqrt 2) / 2.

@@ -10,21 +10,6 @@ namespace {
 
 constexpr int64_t kBlockBytes = 256 << 10;  // prepared rows of x that stay in L2 beside a panel
 
-// A panel's 32 sums of one row where the level has an instruction for it; false: not done.
-inline bool store_panel(const float*, const float*) { return false; }
-#if defined(__AVX512BF16__)
-inline bool store_panel(const float* sums, uint16_t* out) {
-  const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
-  constexpr int kSubnormal = 0x20;  // the instruction makes them zero
-  if (_mm512_fpclass_ps_mask(low, kSubnormal) | _mm512_fpclass_ps_mask(high, kSubnormal)) return false;
-  const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
-  __builtin_memcpy(out, &both, sizeof both);
-  return true;
-}
-#else
-inline bool store_panel(const float*, const uint16_t*) { return false; }
-#endif
-
 // What a panel's sums become: [columns] of one row, from `column` on.
 struct Finish {
   const LinearArgs& args;
@@ -41,30 +26,53 @@ struct Finish {
     return bias == nullptr ? v : v + load_up_to(bias, count);
   }
 
+  // sums [count, 32] of rows from `first` on.
   template <typename Out>
-  void row(const float* sums, int64_t row) const {
-    Out* out = static_cast<Out*>(args.out) + row * args.out_features + column;
-    if (is_plain && store_panel(sums, out)) return;
-    if (args.epilogue == Epilogue::gated) return gated(sums, out);
+  void rows(const float* sums, int64_t first, int64_t count) const {
+    Out* out = static_cast<Out*>(args.out) + first * args.out_features + column;
+    if (is_plain) return plain(sums, out, count);
+    if (args.epilogue != Epilogue::gated) return added(sums, out, first, count);
+    switch (args.activation) {
+      case ActivationKind::silu: return gated<ActivationKind::silu>(sums, out, count);
+      case ActivationKind::gelu: return gated<ActivationKind::gelu>(sums, out, count);
+      case ActivationKind::gelu_tanh: return gated<ActivationKind::gelu_tanh>(sums, out, count);
+    }
+  }
+
+ private:
+  template <typename Out>
+  void plain(const float* sums, Out* out, int64_t count) const {
+    for (int64_t r = 0; r < count; ++r, sums += kPanelColumns, out += args.out_features) {
+#pragma GCC unroll 8
+      for (int64_t c = 0; c < kPanelColumns; c += kLanes) store(out + c, load(sums + c));
+    }
+  }
+
+  template <typename Out>
+  void added(const float* sums, Out* out, int64_t first, int64_t count) const {
     const Out* residual = args.epilogue == Epilogue::add
-                              ? static_cast<const Out*>(args.residual) + row * args.out_features + column
+                              ? static_cast<const Out*>(args.residual) + first * args.out_features + column
                               : nullptr;
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      Vec v = value(sums, c, args.bias == nullptr ? nullptr : args.bias + column + c, columns - c);
-      if (residual != nullptr) v = round_to(v, out) + load_up_to(residual + c, columns - c);
-      store_up_to(out + c, v, columns - c);
+    for (int64_t r = 0; r < count; ++r, sums += kPanelColumns, out += args.out_features) {
+      for (int64_t c = 0; c < columns; c += kLanes) {
+        Vec v = value(sums, c, args.bias == nullptr ? nullptr : args.bias + column + c, columns - c);
+        if (residual != nullptr) v = round_to(v, out) + load_up_to(residual + r * args.out_features + c, columns - c);
+        store_up_to(out + c, v, columns - c);
+      }
     }
   }
 
   // Everything rounded where gated_activation(linear(x)) rounds it.
-  template <typename Out>
-  void gated(const float* sums, Out* out) const {
+  template <ActivationKind KIND, typename Out>
+  void gated(const float* sums, Out* out, int64_t count) const {
     const float* bias = args.bias == nullptr ? nullptr : args.bias + column;
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      const Vec gate = value(sums, c, bias == nullptr ? nullptr : bias + c, columns - c);
-      const Vec up = value(sums, kGatedColumns + c, bias == nullptr ? nullptr : bias + args.out_features + c, columns - c);
-      const Vec open = activate(args.activation, round_to(gate, out));
-      store_up_to(out + c, round_to(open, out) * round_to(up, out), columns - c);
+    for (int64_t r = 0; r < count; ++r, sums += kPanelColumns, out += args.out_features) {
+      for (int64_t c = 0; c < columns; c += kLanes) {
+        const Vec gate = value(sums, c, bias == nullptr ? nullptr : bias + c, columns - c);
+        const Vec up = value(sums, kGatedColumns + c, bias == nullptr ? nullptr : bias + args.out_features + c, columns - c);
+        const Vec open = activate<KIND>(round_to(gate, out));
+        store_up_to(out + c, round_to(open, out) * round_to(up, out), columns - c);
+      }
     }
   }
 };
@@ -159,7 +167,7 @@ struct Worker {
       const int count = int(tile_start(t + 1) - at);
       const Ahead ahead = look_ahead(panel, next, plan.panel_bytes, Tiles::kStepBytes, Tiles::kFewRows, rows, t, tiles);
       Tiles::multiply(count, prepared + at * row_bytes, panel, plan.steps, ahead, sums);
-      for (int r = 0; r < count; ++r) finish.template row<Out>(sums + r * kPanelColumns, first + at + r);
+      finish.template rows<Out>(sums, first + at, count);
     }
   }
 

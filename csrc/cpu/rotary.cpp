@@ -13,15 +13,20 @@ PAGEMILL_INLINE Vec rotated(Vec x, Vec cos, Vec other, Vec sin, const T* type) {
   return round_to(x * cos, type) + round_to(other * sin, type);
 }
 
+// All heads of one token, a vector of every half at a time: the token's cosines and sines are read once.
 template <typename T>
-void rotate_head(T* head, const T* cos, const T* sin, int64_t half) {
+void rotate_token(const RotaryArgs& a, T* heads, const T* cos, const T* sin) {
+  const int64_t half = a.rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t count = half - i;
-    const Vec low = load_up_to(head + i, count), high = load_up_to(head + half + i, count);
-    const Vec first = rotated(low, load_up_to(cos + i, count), high, load_up_to(sin + i, count), head);
-    const Vec second = rotated(high, load_up_to(cos + half + i, count), low, load_up_to(sin + half + i, count), head);
-    store_up_to(head + i, first, count);
-    store_up_to(head + half + i, second, count);
+    const Vec low_cos = load_up_to(cos + i, count), low_sin = load_up_to(sin + i, count);
+    const Vec high_cos = load_up_to(cos + half + i, count), high_sin = load_up_to(sin + half + i, count);
+    T* head = heads + i;
+    for (int64_t h = 0; h < a.num_heads; ++h, head += a.dim) {
+      const Vec low = load_up_to(head, count), high = load_up_to(head + half, count);
+      store_up_to(head, rotated(low, low_cos, high, low_sin, head), count);
+      store_up_to(head + half, rotated(high, high_cos, low, high_sin, head), count);
+    }
   }
 }
 
@@ -29,11 +34,8 @@ template <typename T>
 void rotate_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
     const int64_t row = a.positions[token] * a.rotary_dim;
-    T* heads = reinterpret_cast<T*>(a.heads) + token * a.token_stride;
-    for (int64_t head = 0; head < a.num_heads; ++head) {
-      rotate_head(heads + head * a.dim, reinterpret_cast<const T*>(a.cos) + row,
-                  reinterpret_cast<const T*>(a.sin) + row, a.rotary_dim / 2);
-    }
+    rotate_token(a, reinterpret_cast<T*>(a.heads) + token * a.token_stride, reinterpret_cast<const T*>(a.cos) + row,
+                 reinterpret_cast<const T*>(a.sin) + row);
   }
 }
 
