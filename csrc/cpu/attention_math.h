@@ -44,8 +44,7 @@ inline Vec exp2_nonpositive(Vec x) {
   return scale_by(fused(p, e.f, splat(1.0f)), e.whole, x);
 }
 
-// The same for what is rounded to bfloat16 right away: of degree 4, relative error 2.9e-6, a thousandth of the
-// rounding's. x may be above 0 by as much as rounding puts it there.
+// The same where keys and values are bfloat16: of degree 4, relative error 2.9e-6, a thousandth of bfloat16's rounding.
 inline Vec exp2_roughly(Vec x) {
   const Exponent e = cut_exponent(x);
   Vec p = fused(splat(0x1.3a02b8p-7f), e.f, splat(0x1.c9fc46p-5f));

@@ -46,8 +46,6 @@ inline void exponentials(float* scores, const Grid& grid, int64_t num_tiles, flo
                          float* sums) {
   constexpr int kCount = R * kVecsPerGroup;
   const Vec factor = splat(exponent);
-  float shifts[R];
-  for (int r = 0; r < R; ++r) shifts[r] = T::is_rough ? -tops[r] * exponent : tops[r];
   Vec total[kCount] = {};
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const float* from = scores + tile * grid.score_tile;
@@ -56,9 +54,8 @@ inline void exponentials(float* scores, const Grid& grid, int64_t num_tiles, flo
 #pragma GCC unroll 48
     for (int n = 0; n < kCount; ++n) {
       const Vec score = load(from + n / kVecsPerGroup * grid.score_row + n % kVecsPerGroup * kLanes);
-      const Vec shift = splat(shifts[n / kVecsPerGroup]);
-      const Vec p = T::is_rough ? exp2_roughly(fused(score, factor, shift))
-                                : exp2_nonpositive((score - shift) * factor);
+      const Vec x = (score - splat(tops[n / kVecsPerGroup])) * factor;  // exact where it matters: 0 for the largest
+      const Vec p = T::is_rough ? exp2_roughly(x) : exp2_nonpositive(x);
       total[n] = total[n] + p;
       put_probabilities<T>(to, grid, n, kCount, before, p);
       before = p;

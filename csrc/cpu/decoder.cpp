@@ -192,8 +192,8 @@ class Walk {
                            width, dim, width, dim, layer.key_block_stride, layer.value_block_stride,
                            kv_heads, model_.block_size, dim, dim, model_.type};
     // Of many rows a tile's tokens together: its lines would else go from one core to the other and back.
-    const int64_t piece =
-        num_rows_ < 8 * kTileTokens ? even_piece(num_rows_, rows_per_piece(width), step_.threads) : kTileTokens;
+    const bool is_many = num_rows_ >= 4 * kTileTokens * step_.threads;
+    const int64_t piece = is_many ? kTileTokens : even_piece(num_rows_, rows_per_piece(width), step_.threads);
     stage([&](int64_t* next) {
       draw(next, num_rows_, piece, [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {

@@ -125,15 +125,15 @@ class Backbone:
 
     @contextmanager
     def _attending(self, metadata: AttentionMetadata) -> Iterator[None]:
+        if not torch.is_inference_mode_enabled():  # a runner is in it, and it is not free
+            with torch.inference_mode(), self._attending(metadata):
+                yield
+            return
         self.model.cover(metadata.max_seq_len)
         for layer in self.layers:
             layer.metadata = metadata
         try:
-            if torch.is_inference_mode_enabled():  # a runner is in it, and it is not free
-                yield
-            else:
-                with torch.inference_mode():
-                    yield
+            yield
         finally:
             for layer in self.layers:
                 layer.metadata = None

@@ -204,10 +204,11 @@ def test_strided_queries_and_outputs(level: str, dtype: torch.dtype) -> None:
     assert wide[:, :, :64].isnan().all()
 
 
-def test_large_scores_stay_finite(level: str, dtype: torch.dtype) -> None:
-    """Scores of thousands: the maximum of every split is subtracted before exponentiation."""
+@pytest.mark.parametrize("factor", [300, 1e9])
+def test_large_scores_stay_finite(level: str, dtype: torch.dtype, factor: float) -> None:
+    """Scores of thousands and of ten billions: a split's maximum is subtracted before anything is rounded."""
     batch = Batch(Shape(), [600], [30], dtype)
-    batch.queries[0] *= 300
+    batch.queries[0] *= factor
     assert_close(batch.attend(), *batch.exact(), float32_error=1e-3)  # of scores near 3,000, in float32
 
 
