@@ -11,7 +11,6 @@ import itertools
 import logging
 import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,8 @@ from functools import partial
 
 from engine.admission import Admission
 from engine.assembly import EngineParts, Plan, load_engine, plan
-from engine.beam import num_blocks_needed, num_candidates
 from engine.config import EngineConfig
+from engine.limits import Limits, no_forms
 from engine.loop import Abort, EngineLoop, Paint, ResetPrefixCache, Runner, Stop, Submit
 from engine.outputs import (
     Delivery,
@@ -32,7 +31,7 @@ from engine.outputs import (
     SequenceOutput,
 )
 from engine.progress import Progress
-from engine.sampling_params import BeamSearch, InvalidParameter, SamplingParams, StructuredOutput
+from engine.sampling_params import InvalidParameter, SamplingParams, StructuredOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.stream import GenerationStream
@@ -169,6 +168,11 @@ class AsyncEngine:
         return self._loaded.tokenizer
 
     @property
+    def _limits(self) -> Limits:
+        loaded = self._loaded
+        return Limits(loaded.info, self.config.scheduler.max_num_seqs, has_forms=loaded.grammars is not None)
+
+    @property
     def _loaded(self) -> _Known:
         if self._known is None:
             raise NotServing("The model is still loading.")
@@ -193,7 +197,7 @@ class AsyncEngine:
             raise NotServing(f"The engine is {self._phase.value}.")
         grammars = self._loaded.grammars
         if grammars is None:
-            raise _no_forms(structured)
+            raise no_forms(structured)
         return await grammars.compile(structured, client)
 
     def generate(
@@ -213,7 +217,7 @@ class AsyncEngine:
         InvalidParameter, QueueFull, NotServing or RequestTimedOut."""
         if self._phase is not Phase.READY:
             raise NotServing(f"The engine is {self._phase.value}.")
-        self._check(prompts, params)
+        self._limits.check(prompts, params)
         adapter_index = self._adapters.get(adapter)
         if adapter_index is None:
             raise InvalidParameter("model", f"There is no adapter {adapter[:80]!r} here.")
@@ -258,58 +262,6 @@ class AsyncEngine:
         self._idle.clear()
         self._loop.post(Submit(requests))
         return stream
-
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        info = self.model_info
-        params.check_vocabulary(info.vocab_size)
-        if params.structured is not None and self._loaded.grammars is None:
-            raise _no_forms(params.structured)
-        if params.structured is not None and params.beam is not None:
-            param = params.structured.param
-            raise InvalidParameter(param, f"{param} cannot be combined with beam search.")
-        if not prompts:
-            raise InvalidParameter("prompt", "At least one prompt is needed.")
-        for prompt in prompts:
-            if not prompt:
-                raise InvalidParameter("prompt", "The prompt must hold at least one token.")
-            try:
-                ids = array("q", prompt)
-            except (TypeError, OverflowError):
-                raise InvalidParameter("prompt", "Token ids must be integers.") from None
-            if min(ids) < 0 or max(ids) >= info.vocab_size:
-                raise InvalidParameter(
-                    "prompt", f"The prompt holds a token id outside the vocabulary of {info.vocab_size} tokens."
-                )
-            wanted = 1 if params.max_tokens is None else params.max_tokens
-            if len(prompt) + wanted > info.max_model_len:
-                raise InvalidParameter(
-                    "prompt",
-                    f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
-                    f"{len(prompt) + wanted} tokens ({len(prompt)} in the prompt, {wanted} for the completion).",
-                )
-        if params.beam is not None:
-            for length in set(map(len, prompts)):
-                self._check_beam(params, params.beam, length)
-
-    def _check_beam(self, params: SamplingParams, beam: BeamSearch, prompt_len: int) -> None:
-        info, limit = self.model_info, self.config.scheduler.max_num_seqs
-        param = "n" if beam.width == params.n else "best_of"
-        if beam.width > limit:
-            raise InvalidParameter(
-                param, f"A beam search may have at most {limit} hypotheses here, this one asks for {beam.width}."
-            )
-        if num_candidates(params, info.eos_token_ids) > info.vocab_size:
-            raise InvalidParameter(param, "A beam search needs more tokens in the vocabulary than hypotheses.")
-        room = info.max_model_len - prompt_len
-        wanted = room if params.max_tokens is None else params.max_tokens
-        needed = num_blocks_needed(beam, prompt_len, wanted, info.block_size)
-        if needed > info.num_blocks:
-            raise InvalidParameter(
-                "max_tokens",
-                f"A beam search of {beam.width} hypotheses, {prompt_len} prompt and {wanted} output tokens may need "
-                f"{needed * info.block_size} tokens of KV memory, the server has {info.num_blocks * info.block_size}. "
-                "Please reduce max_tokens or the number of hypotheses.",
-            )
 
     def _resolve(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         if params.max_tokens is not None:
@@ -395,7 +347,3 @@ class AsyncEngine:
 
 
 __all__ = ["AsyncEngine", "EngineError", "GenerationStream", "Plan", "SequenceOutput", "plan"]
-
-
-def _no_forms(structured: StructuredOutput) -> InvalidParameter:
-    return InvalidParameter(structured.param, f"{structured.param}: this engine holds no text to a form.")

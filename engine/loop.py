@@ -200,7 +200,7 @@ class EngineLoop(threading.Thread):
         updated = time.monotonic()
         changes = self._scheduler.update(flight.batch, output, updated)
         ended = time.monotonic()
-        step = self._scheduler.step_stats(
+        step = self._scheduler.step_stats()._replace(
             schedule_s=flight.schedule_s,
             execute_s=flight.execute_s + updated - waited,
             update_s=ended - updated,

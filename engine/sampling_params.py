@@ -5,6 +5,7 @@ the engine's door (`check_vocabulary`). Bounds follow OpenAI's API description a
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -254,10 +255,13 @@ def _int(param: str, value: object, low: int, high: int) -> None:
 
 
 def _real(param: str, value: object, low: float, high: float) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]  # ok narrows
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_within(value, low, high):
         bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise InvalidParameter(param, f"{param} must be a finite number {bound}, got {_short(value)}.")
+
+
+def _is_within(value: float, low: float, high: float) -> bool:
+    return abs(value) <= sys.float_info.max and low <= value <= high
 
 
 def _short(value: object) -> str:

@@ -12,13 +12,12 @@ prefill and no decode mode: a step gives every sequence some of the tokens it ha
 
 from __future__ import annotations
 
-from collections import deque
-
 from engine.batch import RowOutput, ScheduledBatch, ScheduledRow, StepOutput
 from engine.beam_groups import BeamGroups
 from engine.config import SchedulerConfig
 from engine.kv.manager import KVCacheManager, PrefixMatch
 from engine.outputs import FinishReason
+from engine.pipeline import Pipeline
 from engine.queues import Queues
 from engine.rows import RowPool
 from engine.sequence import Request, Sequence, SequenceStatus
@@ -26,7 +25,6 @@ from engine.stats import StepStats
 from engine.step import Changes, Collected, StepPlan
 
 NO_ERROR = RowOutput()
-NO_STEP = StepPlan(0.0, 0)
 TOO_FEW_FOUND = RowOutput(error="The beam search found fewer outputs than were asked for.")
 
 
@@ -45,10 +43,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._live: dict[int, dict[tuple[int, int], Sequence]] = {}  # stream -> (prompt, choice) -> not yet ended
         self._rows = RowPool(config.max_num_seqs, manager)
-        self._in_flight: deque[StepPlan] = deque()
-        self._last_step: StepPlan | None = None  # retired last, until it is told of
-        self._last_step_id = 0
-        self._next_step_id = 0
+        self._in_flight = Pipeline(config.pipeline_depth or 1)
         self.queues = Queues()
         self._groups = BeamGroups(manager, self._rows, self.queues)
         self._num_preemptions = self._num_recomputed = self._num_discarded = 0
@@ -67,7 +62,7 @@ class Scheduler:
     @property
     def pipeline_depth(self) -> int:
         """Steps that may be in flight."""
-        return self._config.pipeline_depth or 1
+        return self._in_flight.depth
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never be served; the door should have refused it."""
@@ -135,10 +130,8 @@ class Scheduler:
     def _dispatch(self, step: StepPlan) -> ScheduledBatch:
         self.manager.record_step()
         new_blocks, block_copies = self.manager.take_deltas()
-        step.step_id = self._next_step_id
-        self._next_step_id += 1
         self._num_recomputed += step.num_recomputed_tokens
-        self._in_flight.append(step)
+        self._in_flight.enter(step)
         return ScheduledBatch(
             step_id=step.step_id,
             freed_rows=self._rows.take_freed(),
@@ -267,12 +260,7 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: StepOutput, now: float) -> Changes:
         """Take in what the oldest step in flight computed. Raises RuntimeError if the answer is not of that step."""
-        step = self._in_flight[0] if self._in_flight else None
-        if step is None or not step.step_id == batch.step_id == output.step_id:
-            raise RuntimeError(f"step {batch.step_id}, answered as {output.step_id}, is not the oldest in flight")
-        if len(output.rows) != len(step.rows):
-            raise RuntimeError(f"step {batch.step_id} has {len(step.rows)} rows, the answer {len(output.rows)}")
-        self._last_step, self._last_step_id = self._in_flight.popleft(), step.step_id
+        step = self._in_flight.retire(batch, output)
         collected = Collected(now, started=step.started)
         for sequence, scheduled, row in zip(step.sequences, step.rows, output.rows, strict=True):
             self._take(sequence, scheduled, row, collected)
@@ -281,11 +269,8 @@ class Scheduler:
     def fail_step(self, batch: ScheduledBatch, message: str, now: float) -> Changes:
         """A step in flight, the oldest or a later one, came to nothing: its sequences end with "error", the others
         live on."""
+        step = self._in_flight.drop(batch)
         collected = Collected(now)
-        step = next((s for s in self._in_flight if s.step_id == batch.step_id), None)
-        if step is None:
-            raise RuntimeError(f"step {batch.step_id} is not in flight")
-        self._in_flight.remove(step)
         for sequence, scheduled in zip(step.sequences, step.rows, strict=True):
             self._take(sequence, scheduled, RowOutput(error=message), collected)
         return collected.freeze()
@@ -360,17 +345,14 @@ class Scheduler:
         del live[sequence.request.prompt_index, sequence.choice_index]
         if not live:
             del self._live[stream_id]
-        self._leave_queue(sequence)
-        self.queues.waiting.leave(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        self._rows.leave(sequence)
-
-    def _leave_queue(self, sequence: Sequence) -> None:
         group = self._groups.of(sequence)
         if group is None:
             self.queues.leave(sequence)
         else:
             self._groups.leave(group, sequence)
+        self.queues.waiting.leave(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._rows.leave(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of waiting. Its tokens stay, its blocks stay cached until others need them."""
@@ -385,20 +367,12 @@ class Scheduler:
 
     # -- numbers
 
-    def step_stats(
-        self,
-        *,
-        schedule_s: float = 0.0,
-        execute_s: float = 0.0,
-        update_s: float = 0.0,
-        forward_s: float | None = None,
-        sampling_s: float | None = None,
-        handed_s: float | None = None,
-    ) -> StepStats:
-        """Gauges of this moment, and what the step updated last computed; told once, then its counts are zero."""
-        step, self._last_step = self._last_step or NO_STEP, None
+    def step_stats(self) -> StepStats:
+        """Gauges of this moment, and what the step updated last computed; told once, then its counts are zero. The
+        caller adds how long it took."""
+        step_id, step = self._in_flight.take_retired()
         return StepStats(
-            step_id=self._last_step_id,
+            step_id=step_id,
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
             num_scheduled_seqs=len(step.rows),
@@ -407,12 +381,6 @@ class Scheduler:
             num_preemptions_total=self._num_preemptions,
             num_recomputed_tokens_total=self._num_recomputed,
             num_discarded_tokens_total=self._num_discarded,
-            schedule_s=schedule_s,
-            execute_s=execute_s,
-            update_s=update_s,
-            forward_s=forward_s,
-            sampling_s=sampling_s,
-            handed_s=handed_s,
             cache=self.manager.stats(),
         )
 

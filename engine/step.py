@@ -31,7 +31,7 @@ class Collected:
     """Changes while they are being made."""
 
     now: float
-    outputs: dict[int, tuple[SequenceOutput, ...]] = field(default_factory=dict)
+    outputs: dict[int, list[SequenceOutput]] = field(default_factory=dict)
     finished: list[RequestStats] = field(default_factory=list)
     started: list[tuple[int, float]] = field(default_factory=list)
 
@@ -88,7 +88,10 @@ class Collected:
 
     def _add(self, stream_id: int, output: SequenceOutput) -> None:
         told = self.outputs.get(stream_id)
-        self.outputs[stream_id] = (output,) if told is None else (*told, output)
+        if told is None:
+            self.outputs[stream_id] = [output]
+        else:
+            told.append(output)
 
     def tell_found(self, choice: Sequence, found: Finished) -> None:
         """What a beam search has found for a choice: all of its output at once."""
@@ -104,7 +107,8 @@ class Collected:
         )
 
     def freeze(self) -> Changes:
-        return Changes(tuple(self.outputs.items()), tuple(self.finished), tuple(self.started))
+        outputs = tuple([(stream_id, tuple(told)) for stream_id, told in self.outputs.items()])
+        return Changes(outputs, tuple(self.finished), tuple(self.started))
 
 
 @dataclass(slots=True)

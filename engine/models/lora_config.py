@@ -173,9 +173,9 @@ def _rank(adapter: Adapter, field: str, value: object) -> int:
 
 
 def _alpha(adapter: Adapter, field: str, value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) <= MAX_ALPHA:  # type: ignore[arg-type]  # a number
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_ALPHA:
         raise Refusal(adapter, f"{field} is {_short(value)}, and numbers up to {MAX_ALPHA:.0f} are served")
-    return float(value)  # type: ignore[arg-type]  # as above
+    return float(value)
 
 
 def _short(value: object) -> str:

@@ -350,6 +350,7 @@ async def test_the_parts_of_a_step_come_with_its_delivery() -> None:
     assert len(steps) == 4
     for step in steps:
         assert (step.forward_s, step.sampling_s) == (0.25, 0.125)
+        assert min(step.schedule_s, step.execute_s, step.update_s) > 0
         assert step.handed_s is not None
         assert step.handed_s <= time.monotonic()
     assert told[0].step is not None

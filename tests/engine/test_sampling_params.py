@@ -17,6 +17,7 @@ from engine.sampling_params import InvalidParameter, SamplingParams
         ("max_tokens", -1), ("max_tokens", 2**31),
         ("min_tokens", -1), ("min_tokens", 17),
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
+        ("temperature", 10**400), ("repetition_penalty", 10**400), ("logit_bias", ((1, 10**400),)),
         ("top_p", -0.1), ("top_p", 1.5), ("top_p", math.nan),
         ("top_k", -2), ("top_k", 1.0),
         ("min_p", 1.1),

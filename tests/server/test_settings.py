@@ -14,6 +14,7 @@ from engine.config import EngineConfig, StartError, StructuredConfig
 from server import settings_reference
 from server.cli import build_parser
 from server.digest import digest_of
+from server.setting_kinds import parse_size
 from server.settings import (
     Settings,
     SettingsError,
@@ -21,7 +22,6 @@ from server.settings import (
     flag_of,
     load,
     meta,
-    parse_size,
     set_thread_environment,
     unknown_in_environment,
 )
