@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx", "neon", "neon_bf16"]
+CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Quantization = Literal["none", "int8", "int4", "auto"]
 AttentionName = Literal["native", "flash-attn", "torch-varlen"]

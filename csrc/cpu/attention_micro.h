@@ -42,13 +42,12 @@ struct F32 {
   static constexpr bool whole_tiles = false;  // rows are computed 16 at a time
   static constexpr int64_t words_per_step = 1;  // words of a query row or of probabilities per step
   static constexpr int64_t steps_per_tile = 16;
-  struct Column {
-    Vec value;
-  };
-  static Column column(IntVec words) { return {(Vec)words}; }
+  static constexpr int parts = 1;  // floats in a word, which take their turns
+  using Column = Vec;
+  static Column column(IntVec words, int) { return (Vec)words; }
   using Entry = Vec;
-  static Entry entry(const float* row) { return splat(row[0]); }
-  static Vec step(Vec sum, Entry e, Column c) { return fused(e, c.value, sum); }
+  static Entry entry(const float* row, int) { return splat(row[0]); }
+  static Vec step(Vec sum, Entry e, Column c) { return fused(e, c, sum); }
 };
 
 struct Split {
@@ -57,15 +56,12 @@ struct Split {
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 2;
   static constexpr int64_t steps_per_tile = 8;
-  struct Column {
-    Vec even, odd;
-  };
-  static Column column(IntVec words) { return {(Vec)(words << 16), (Vec)(words & (int32_t)0xffff0000)}; }
-  struct Entry {
-    Vec even, odd;
-  };
-  static Entry entry(const float* row) { return {splat(row[0]), splat(row[1])}; }
-  static Vec step(Vec sum, Entry e, Column c) { return fused(e.odd, c.odd, fused(e.even, c.even, sum)); }
+  static constexpr int parts = 2;
+  using Column = Vec;
+  static Column column(IntVec words, int part) { return (Vec)(part == 0 ? words << 16 : words & (int32_t)0xffff0000); }
+  using Entry = Vec;
+  static Entry entry(const float* row, int part) { return splat(row[part]); }
+  static Vec step(Vec sum, Entry e, Column c) { return fused(e, c, sum); }
 };
 
 #if defined(PAGEMILL_BF16_DOT)
@@ -75,17 +71,16 @@ struct Dot {
   static constexpr bool whole_tiles = false;
   static constexpr int64_t words_per_step = 1;
   static constexpr int64_t steps_per_tile = 8;
-  struct Column {
-    IntVec pairs;
-  };
-  static Column column(IntVec words) { return {words}; }
+  static constexpr int parts = 1;
+  using Column = IntVec;
+  static Column column(IntVec words, int) { return words; }
   using Entry = IntVec;
-  static Entry entry(const float* row) {
+  static Entry entry(const float* row, int) {
     int32_t pair;
     __builtin_memcpy(&pair, row, sizeof pair);
     return IntVec{} + pair;
   }
-  static Vec step(Vec sum, Entry e, Column c) { return dot_pairs(sum, e, c.pairs); }
+  static Vec step(Vec sum, Entry e, Column c) { return dot_pairs(sum, e, c); }
 };
 #endif
 
@@ -99,15 +94,17 @@ PAGEMILL_INLINE void multiply(const float* entries, int64_t row_stride, const in
                               Vec (&sum)[R][S * kVecsPerGroup]) {
   constexpr int kVecs = S * kVecsPerGroup, kStep = kVecs < kHeld ? kVecs : kHeld;
 #pragma GCC unroll 16
-  for (int first = 0; first < kVecs; first += kStep) {
+  for (int i = 0; i < kVecs / kStep * T::parts; ++i) {
+    const int first = i / T::parts * kStep, part = i % T::parts;
     typename T::Column held[kStep];
 #pragma GCC unroll 4
     for (int v = 0; v < kStep; ++v) {
-      held[v] = T::column(load_words(columns[(first + v) / kVecsPerGroup] + (first + v) % kVecsPerGroup * kLanes));
+      const int32_t* words = columns[(first + v) / kVecsPerGroup] + (first + v) % kVecsPerGroup * kLanes;
+      held[v] = T::column(load_words(words), part);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const typename T::Entry entry = T::entry(entries + r * row_stride);
+      const typename T::Entry entry = T::entry(entries + r * row_stride, part);
 #pragma GCC unroll 4
       for (int v = 0; v < kStep; ++v) sum[r][first + v] = T::step(sum[r][first + v], entry, held[v]);
     }

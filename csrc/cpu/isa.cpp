@@ -25,6 +25,9 @@ PAGEMILL_EXTERN_TABLE(avx2)
 #ifdef PAGEMILL_WITH_avx512
 PAGEMILL_EXTERN_TABLE(avx512)
 #endif
+#ifdef PAGEMILL_WITH_avx512_bf16
+PAGEMILL_EXTERN_TABLE(avx512_bf16)
+#endif
 #ifdef PAGEMILL_WITH_amx
 PAGEMILL_EXTERN_TABLE(amx)
 #endif
@@ -48,18 +51,22 @@ bool has_avx2() {
 }
 #endif
 
-#if defined(PAGEMILL_WITH_avx512) || defined(PAGEMILL_WITH_amx)
+#if defined(PAGEMILL_WITH_avx512)
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512vnni");
 }
+#endif
+
+#if defined(PAGEMILL_WITH_avx512_bf16)
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #ifdef PAGEMILL_WITH_amx
 bool has_amx() {
 #ifdef __linux__
-  if (!has_avx512()) return false;
+  if (!has_avx512_bf16()) return false;
   // cpuid leaf 7, edx: bit 22 AMX-BF16, bit 24 AMX-TILE (gcc 12's __builtin_cpu_supports does not know them).
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
@@ -99,11 +106,14 @@ constexpr Level kLevels[] = {
 #ifdef PAGEMILL_WITH_avx512
     {"avx512", &avx512::kTable, has_avx512, true},
 #endif
+#ifdef PAGEMILL_WITH_avx512_bf16
+    {"avx512_bf16", &avx512_bf16::kTable, has_avx512_bf16, true},
+#endif
 #ifdef PAGEMILL_WITH_amx
     {"amx", &amx::kTable, has_amx, true},
 #endif
 #ifdef PAGEMILL_WITH_amx_emulated
-    {"amx_emulated", &amx_emulated::kTable, has_avx512, false},
+    {"amx_emulated", &amx_emulated::kTable, has_avx512_bf16, false},
 #endif
 #ifdef PAGEMILL_WITH_neon
     {"neon", &neon::kTable, always, true},

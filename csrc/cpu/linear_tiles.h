@@ -98,14 +98,24 @@ struct Bfloat16Products {
 
   template <int ROWS, int VECS>
   static PAGEMILL_INLINE void multiply(const X* x, const char* line, Vec (&acc)[ROWS][VECS]) {
+    Vec w[VECS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) w[v] = (Vec)(load_words(reinterpret_cast<const int32_t*>(line) + v * kLanes) << 16);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec even = splat(x[r * kGroup].even);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) acc[r][v] = fused(even, w[v], acc[r][v]);
+    }
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) {
-      IntVec pair = load_words(reinterpret_cast<const int32_t*>(line) + v * kLanes);
-      Vec even = (Vec)(pair << 16), odd = (Vec)(pair & int32_t(0xffff0000));
+      w[v] = (Vec)(load_words(reinterpret_cast<const int32_t*>(line) + v * kLanes) & int32_t(0xffff0000));
+    }
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r * kGroup].even), even, acc[r][v]);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) acc[r][v] = fused(splat(x[r * kGroup].odd), odd, acc[r][v]);
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec odd = splat(x[r * kGroup].odd);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) acc[r][v] = fused(odd, w[v], acc[r][v]);
     }
   }
 };

@@ -13,14 +13,14 @@ from typing import Any
 from engine.config import Dtype, StartError
 from engine.outputs import SamplingDefaults
 
-_BF16_LEVELS = frozenset({"avx512", "amx", "neon_bf16"})  # the ISA levels of csrc that have bfloat16 instructions
+_FLOAT32_LEVELS = frozenset({"portable", "neon"})  # the ISA levels of csrc on which splitting bfloat16 costs much
 
 
 def choose_dtype(requested: Dtype, isa_level: str, device_type: str = "cpu") -> str:
     """The dtype to compute in: on a CPU "float32" or "bfloat16", on "cuda" "bfloat16" or "float16".
 
     isa_level: the level of the native library in use (config.CpuIsa without "auto"); "auto" takes bfloat16
-    where it is an instruction, since elsewhere it is emulated and slower than float32. Raises StartError.
+    where it is no slower than float32 (docs/performance.md), which it is not if wide vectors split it. Raises StartError.
     """
     if device_type == "cuda":
         if requested == "float32":
@@ -32,7 +32,7 @@ def choose_dtype(requested: Dtype, isa_level: str, device_type: str = "cpu") -> 
     if requested == "float16":
         raise StartError("--dtype float16 is not supported on a CPU, which has no float16 arithmetic: use bfloat16.")
     if requested == "auto":
-        return "bfloat16" if isa_level in _BF16_LEVELS else "float32"
+        return "float32" if isa_level in _FLOAT32_LEVELS else "bfloat16"
     return requested
 
 

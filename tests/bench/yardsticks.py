@@ -20,12 +20,14 @@ from engine import ops
 
 Kind = Literal["float32", "bfloat16", "int8"]
 KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8")
-AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bf16", "-mavx512vnni"]
+AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512vnni"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 FLAGS = {  # of the levels that have more than the compiler's default; amx's tiles are not measured
     "avx2": ["-mavx2", "-mfma"],
     "avx512": AVX512,
-    "amx": AVX512,
-    "amx_emulated": AVX512,
+    "avx512_bf16": AVX512_BF16,
+    "amx": AVX512_BF16,
+    "amx_emulated": AVX512_BF16,
     "neon_bf16": ["-march=armv8.2-a+dotprod+bf16+i8mm"],
 }
 

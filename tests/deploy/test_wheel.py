@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 PACKAGES = ("engine", "server", "loadtest")
-LEVELS = ("portable", "avx2", "avx512", "amx")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from engine import ops
 from tests.ops.paged import Batch, Shape
 
-ORDER = ("portable", "avx2", "avx512", "amx", "amx_emulated", "neon", "neon_bf16")
+ORDER = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon", "neon_bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +38,9 @@ def test_levels_are_named_worst_to_best() -> None:
 def test_offered_levels_are_what_the_processor_has() -> None:
     flags, levels = cpu_flags(), ops.isa_levels()
     assert ("avx2" in levels) == {"avx2", "fma", "f16c"}.issubset(flags)
-    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"}
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"}
     assert ("avx512" in levels) == avx512.issubset(flags)
+    assert ("avx512_bf16" in levels) == (avx512 | {"avx512_bf16"}).issubset(flags)
     assert ("amx" in levels) <= {"amx_tile", "amx_bf16"}.issubset(flags)
 
 
