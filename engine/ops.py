@@ -25,8 +25,8 @@ _ops = torch.ops.pagemill
 
 
 def isa() -> str:
-    """The active level: "portable"; on x86 "avx2", "avx512", "avx512_bf16", "amx" (or "amx_emulated", which only tests choose); on
-    Arm "neon", "neon_bf16"."""
+    """The active level: "portable"; on x86 "avx2", "avx512", "avx512_bf16", "amx" (or "amx_emulated", which only
+    tests choose); on Arm "neon", "neon_bf16"."""
     return str(_ops.isa())
 
 

