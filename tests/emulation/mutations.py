@@ -101,7 +101,7 @@ FAULTS = (
     Fault("ranks count the id itself", "logprobs.cu", "other > logit", "other >= logit", PLAIN_SAMPLER),
     Fault("rows not taken from their source", "logprobs.cu", ": a.source[row]) * a", ": row) * a", PLAIN_SAMPLER),
     Fault("last elements of K left out", "linear_float32.cuh", "i < many", "i < many - 1", LINEAR),
-    Fault("second launch starts anew", "blocks.cu", "offsets[first + i]", "offsets[i]", CACHE),
+    Fault("second launch starts anew", "blocks.cu", "offsets[first + i]", "offsets[i]", CACHE, asan=True),
     Fault("waits for one copy too few", STREAM, "wait<SLOTS - 2>", "wait<SLOTS - 1>", ROWS),
     Fault("slot read before all copies are seen", STREAM, "      sync_block();", "", ROWS),
     Fault("next split's blocks not looked up", STREAM, "tile_ % kTilesPerSplit == 0", "false", ROWS),
